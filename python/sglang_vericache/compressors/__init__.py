@@ -1,0 +1,19 @@
+"""Compression methods: they know tensors only, no engine and no server."""
+
+from sglang_vericache.compressors.base import Dropper, LayerContext, Protected, summed_attention
+from sglang_vericache.compressors.registry import create, names, register
+from sglang_vericache.compressors.select import compress, keep_best
+from sglang_vericache.compressors.settings import Settings
+
+__all__ = [
+    "Dropper",
+    "LayerContext",
+    "Protected",
+    "Settings",
+    "compress",
+    "create",
+    "keep_best",
+    "names",
+    "register",
+    "summed_attention",
+]

@@ -1,0 +1,53 @@
+"""SnapKV: keep what the last queries look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglang_vericache.compressors.base import Dropper, LayerContext, Protected
+
+
+def window_scores(ctx: LayerContext, window: int, kernel: int) -> Tensor:
+    """SnapKV scores of each query head, float32 ``[HQ, T]``.
+
+    score_t = avgpool_kernel(sum_i softmax(q_i K^T / sqrt(D))_t) over the keys before the window.
+    """
+    attention = ctx.attention().clone()
+    attention[:, max(ctx.length - window, 0) :] = 0
+    return F.avg_pool1d(attention[None], kernel, stride=1, padding=kernel // 2)[0]
+
+
+@dataclass(frozen=True)
+class SnapKV(Dropper):
+    """Keep the same best positions for all heads of a layer.
+
+    Window scores averaged over the query heads; window and sinks are kept anyway. Li et al. 2024,
+    https://arxiv.org/abs/2404.14469 (which selects per head: see ``snapkv-per-head``).
+
+    Cost a layer: reads T*HKV*D keys once; 2*w*HQ*D*T FLOPs.
+    Limits: chosen from ``window`` prompt queries, so what only a later token needs is missing until
+    a refresh; with the rows of a verify pass as queries the same scores give a Quest-like refresh.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    refreshable: ClassVar[bool] = True
+
+    sinks: int = 4
+    window: int = 32
+    kernel: int = 5
+
+    @property
+    def query_rows(self) -> int:
+        return self.window
+
+    @property
+    def protected(self) -> Protected:
+        return Protected(self.sinks, self.window)
+
+    def score(self, ctx: LayerContext) -> Tensor:
+        """Window scores ``[1, T]``."""
+        return window_scores(ctx, self.window, self.kernel).mean(dim=0, keepdim=True)

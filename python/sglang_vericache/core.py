@@ -1,0 +1,162 @@
+"""The nouns of draft-and-verify decoding.
+
+Small value classes that every layer may import. They know neither SGLang nor the kernels, and
+torch only by name: importing this module loads nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Action(enum.Enum):
+    """What a running request does in one scheduler iteration."""
+
+    DRAFT = "draft"
+    """One row against the draft view; commits nothing."""
+    VERIFY = "verify"
+    """``k + 1`` rows against the full KV; with no drafts this is plain decoding."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens a view keeps.
+
+    Attributes:
+        ratio: kept share of the context, in (0, 1].
+        min_tokens: never keep fewer than this, nor more than there are.
+    """
+
+    ratio: float
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio <= 1.0:
+            raise ValueError(f"ratio must be in (0, 1], not {self.ratio}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be at least 0, not {self.min_tokens}")
+
+    def tokens(self, length: int) -> int:
+        """Tokens to keep of ``length``; at least 1 unless ``length`` is 0."""
+        return min(length, max(self.min_tokens, math.ceil(self.ratio * length)))
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """The positions a drafting row may attend to in tokens ``0 .. length - 1`` of its request.
+
+    Tokens from ``length`` on (everything since the compression) are not listed: the reader adds
+    them all. Positions are those of the full context, so rotary embeddings need no correction.
+
+    Attributes:
+        layers: per layer int32 ``[Hs, n]``, each row strictly ascending; ``Hs`` is 1 when all KV
+            heads share the list, else the number of KV heads. ``n`` may differ between layers.
+        length: number of tokens the view was chosen from.
+    """
+
+    layers: tuple[Tensor, ...]
+    length: int
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Number of listed tokens of each layer."""
+        return tuple(positions.shape[1] for positions in self.layers)
+
+    @property
+    def mean_kept(self) -> float:
+        """Listed tokens averaged over layers: what a drafting row reads of the compressed part."""
+        return sum(self.kept) / max(len(self.layers), 1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing was dropped in any layer."""
+        return all(n == self.length for n in self.kept)
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` unless every list is ascending, unique and in range."""
+        for positions in self.layers:
+            assert positions.ndim == 2, positions.shape
+            if positions.numel():
+                assert int(positions.min()) >= 0 and int(positions.max()) < self.length
+                assert bool((positions[:, 1:] > positions[:, :-1]).all())
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens proposed for one request since its last verify pass."""
+
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def k(self) -> int:
+        return len(self.tokens)
+
+    def extended(self, token: int) -> Draft:
+        return Draft((*self.tokens, token))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of verifying one draft of ``k`` tokens.
+
+    Attributes:
+        accepted: length of the agreeing prefix, 0..k.
+        next_token: the target's own token after that prefix (correction or bonus).
+        logprobs: of the ``accepted + 1`` committed tokens, empty unless asked for.
+    """
+
+    accepted: int
+    next_token: int
+    logprobs: Sequence[float] = ()
+
+    @property
+    def committed(self) -> int:
+        """Number of tokens this pass commits."""
+        return self.accepted + 1
+
+
+@dataclass
+class Counters:
+    """What drafting and verifying did so far.
+
+    ``drafted_at[m]`` and ``accepted_at[m]`` count the drafts at position ``m`` (0 is the first
+    token of a draft) that were verified and that were accepted. ``kv_bytes_read`` counts attention
+    reads of both kinds of row.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    verify_passes: int = 0
+    plain_passes: int = 0
+    kv_bytes_read: int = 0
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+
+    def record_verify(self, drafted: int, accepted: int) -> None:
+        """Count one pass over the full KV; one without drafts counts as plain."""
+        assert 0 <= accepted <= drafted, (accepted, drafted)
+        if drafted:
+            self.verify_passes += 1
+        else:
+            self.plain_passes += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.drafted_at.update(range(drafted))
+        self.accepted_at.update(range(accepted))
+
+    @property
+    def acceptance(self) -> float:
+        """Share of verified drafts that were accepted; 0 before the first one."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def acceptance_by_position(self) -> list[float]:
+        """Share accepted at each draft position, first token of a draft first."""
+        return [self.accepted_at[m] / self.drafted_at[m] for m in sorted(self.drafted_at)]
