@@ -62,7 +62,7 @@ def test_answers_in_chat_and_wrong_rope_rows_do_not(model_dir, tokenizer):
 
     ids = answer()
     assert "Paris" in tokenizer.decode(ids)
-    assert ids[-1] == tokenizer.eos_token_id, "the answer ends by itself, at the chat template's end"
+    assert ids[-1] == tokenizer.eos_token_id, "the answer ends by itself"
 
     for layer in model.model.layers:
         attention = layer.self_attn
