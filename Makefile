@@ -19,7 +19,7 @@ env: ## set up the environment; prints its Python as the last line (make -sC DIR
 model: env
 	@$(PY) -m sglang_vericache.embedded_model
 
-serve: env ## start the OpenAI-compatible server on 127.0.0.1:$(PORT)
+serve: env ## start the OpenAI-compatible server on 127.0.0.1:30000 (or PORT=...)
 	@$(PY) scripts/announce_server.py http://127.0.0.1:$(PORT) & \
 	exec $(PY) -m sglang_vericache.launch_server --host 127.0.0.1 --port $(PORT) $(ARGS)
 
@@ -29,7 +29,7 @@ test: model ## the whole test suite
 test-fast: model ## the tests that need no server
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 
-demo: model ## one prompt three ways: full KV, compressed only, VeriCache
+demo: model ## the proof on one screen: full KV, compressed only and VeriCache, compared
 	@$(PY) benchmark/demo.py $(ARGS)
 
 bench: model ## decode throughput: stock SGLang, VeriCache off, VeriCache on
