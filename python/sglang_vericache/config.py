@@ -1,0 +1,217 @@
+"""Command line flags and settings of one server.
+
+Knows argparse and the compressor registry, not SGLang. The configuration rides on SGLang's
+``ServerArgs`` record as one plain attribute (``attach``), so every process that receives the
+record can ask ``config_of(server_args)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from sglang_vericache.compressors import Settings, create, names
+
+ATTRIBUTE = "_vericache"
+PREFIX = "vericache_"
+
+MODES = {
+    "on": "draft from compressed KV, verify against full KV",
+    "off": "plain decoding with the same kernels (the reference of exactness level X1)",
+}
+
+
+@dataclass(frozen=True)
+class VeriCacheConfig:
+    """Settings of VeriCache; one field per ``--vericache-*`` flag.
+
+    Attributes:
+        mode: see ``MODES``.
+        compressor: name of a registered compressor.
+        ratio: share of the compressed context that a draft view keeps, in (0, 1].
+        draft_len: tokens drafted before a verify pass; None adapts it per request.
+        max_draft_len: upper limit of an adaptive draft length; sizes the KV reserve.
+        min_context: adaptive mode decodes plainly below this many tokens.
+        refresh: verify passes between two re-scorings of a view from the verify queries;
+            0 never, None when acceptance falls.
+        allow_unverified: whether a request may ask for the lossy output.
+        settings: further compressor settings (``Settings`` fields), as JSON.
+    """
+
+    mode: str = "on"
+    compressor: str = "snapkv"
+    ratio: float = 0.1
+    draft_len: int | None = None
+    max_draft_len: int = 16
+    min_context: int = 512
+    refresh: int | None = None
+    allow_unverified: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"--vericache: unknown mode {self.mode!r}; supported: {list(MODES)}")
+        if not 1 <= self.reserved_draft_len <= 64:
+            raise ValueError(
+                "--vericache-draft-len and --vericache-max-draft-len must be in 1..64, "
+                f"not {self.reserved_draft_len}"
+            )
+        if self.min_context < 0:
+            raise ValueError(
+                f"--vericache-min-context must be at least 0, not {self.min_context}"
+            )
+        if self.refresh is not None and self.refresh < 0:
+            raise ValueError(f"--vericache-refresh must be at least 0, not {self.refresh}")
+        for key in self.settings:
+            if key == "ratio" or key not in {f.name for f in fields(Settings)}:
+                supported = sorted({f.name for f in fields(Settings)} - {"ratio"})
+                raise ValueError(
+                    f"--vericache-settings: unknown key {key!r}; supported: {', '.join(supported)}"
+                )
+        try:
+            create(self.compressor, self.compressor_settings)
+        except ValueError as error:
+            flag = "ratio" if "ratio" in str(error) else "compressor"
+            raise ValueError(f"--vericache-{flag}: {error}") from None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the server drafts at all."""
+        return self.mode == "on"
+
+    @property
+    def reserved_draft_len(self) -> int:
+        """Largest number of drafts a request may hold."""
+        return self.max_draft_len if self.draft_len is None else self.draft_len
+
+    @property
+    def compressor_settings(self) -> Settings:
+        return Settings(ratio=self.ratio, **self.settings)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add the ``--vericache-*`` group; every default is None so that presence can be seen."""
+    default = VeriCacheConfig()
+    group = parser.add_argument_group(
+        "VeriCache", "Draft from a compressed KV cache, verify against the full one."
+    )
+    add = group.add_argument
+    add(
+        "--vericache",
+        dest="vericache_mode",
+        choices=list(MODES),
+        help="; ".join(f"{k}: {v}" for k, v in MODES.items()) + f" (default: {default.mode})",
+    )
+    add(
+        "--vericache-compressor",
+        metavar="NAME",
+        help=f"Method that chooses the draft view: {', '.join(names())} "
+        f"(default: {default.compressor})",
+    )
+    add(
+        "--vericache-ratio",
+        type=float,
+        metavar="R",
+        help="Share of the context a draft view keeps, in (0, 1] "
+        f"(default: {default.ratio})",
+    )
+    add(
+        "--vericache-draft-len",
+        metavar="auto|N",
+        help="Tokens drafted before each verify pass; auto adapts it per request from "
+        "measured acceptance and cost, down to plain decoding (default: auto)",
+    )
+    add(
+        "--vericache-max-draft-len",
+        type=int,
+        metavar="N",
+        help=f"Upper limit of an adaptive draft length (default: {default.max_draft_len})",
+    )
+    add(
+        "--vericache-min-context",
+        type=int,
+        metavar="N",
+        help="With an adaptive draft length, decode plainly below this many tokens "
+        f"(default: {default.min_context})",
+    )
+    add(
+        "--vericache-refresh",
+        metavar="auto|off|N",
+        help="Re-score a draft view from the queries of every N-th verify pass, never, or when "
+        "acceptance falls (default: auto)",
+    )
+    add(
+        "--vericache-allow-unverified",
+        action="store_const",
+        const=True,
+        help="Let a request ask for the lossy, unverified output (default: refused)",
+    )
+    add(
+        "--vericache-settings",
+        metavar="JSON",
+        help="Further settings of the compressor, e.g. "
+        '\'{"window": 16, "sinks": 4, "kernel": 5, "min_tokens": 128}\'',
+    )
+
+
+def from_options(options: Mapping[str, Any]) -> VeriCacheConfig | None:
+    """Configuration from ``vericache_*`` options (CLI namespace or ``Engine`` keywords).
+
+    Returns:
+        None when no option was given: the server is stock SGLang then.
+
+    Raises:
+        ValueError: an unknown option or a value out of range; names the flag.
+    """
+    given = {
+        key.removeprefix(PREFIX): value
+        for key, value in options.items()
+        if key.startswith(PREFIX) and value is not None
+    }
+    if not given:
+        return None
+    known = {f.name for f in fields(VeriCacheConfig)}
+    for key in given:
+        if key not in known:
+            supported = ", ".join(PREFIX + name for name in sorted(known))
+            raise ValueError(f"unknown option {PREFIX}{key}; supported: {supported}")
+    given["draft_len"] = _count(given.get("draft_len"), "draft-len", none="auto")
+    given["refresh"] = _count(given.get("refresh"), "refresh", none="auto", zero="off")
+    if isinstance(given.get("settings"), str):
+        try:
+            given["settings"] = json.loads(given["settings"])
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--vericache-settings is not valid JSON: {error}") from None
+        if not isinstance(given["settings"], dict):
+            raise ValueError("--vericache-settings must be a JSON object")
+    return VeriCacheConfig(**given)
+
+
+def _count(value: Any, flag: str, *, none: str, zero: str | None = None) -> int | None:
+    if value is None or value == none:
+        return None
+    if zero is not None and value == zero:
+        return 0
+    try:
+        return int(value)
+    except ValueError:
+        words = f"{none}, {zero}" if zero else none
+        raise ValueError(
+            f"--vericache-{flag} must be {words} or a whole number, not {value!r}"
+        ) from None
+
+
+def attach(server_args: Any, config: VeriCacheConfig) -> None:
+    """Put the configuration on SGLang's record; it is pickled along to every process."""
+    setattr(server_args, ATTRIBUTE, config)
+
+
+def config_of(server_args: Any) -> VeriCacheConfig | None:
+    """The configuration on the record, or None for a stock server."""
+    return getattr(server_args, ATTRIBUTE, None)

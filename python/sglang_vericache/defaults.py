@@ -1,0 +1,50 @@
+"""SGLang settings that a VeriCache server runs with."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.platform import shims
+
+logger = logging.getLogger(__name__)
+
+# On a CPU the stock defaults take a share of all memory for the KV pool and size tables for 4,096
+# requests.
+CPU_MAX_TOTAL_TOKENS = 131_072
+CPU_MAX_RUNNING_REQUESTS = 64
+CPU_CHUNKED_PREFILL = 2048
+
+
+def apply(server_args: Any, config: VeriCacheConfig) -> None:
+    """Fill in fields of the record that the user left open, and those VeriCache decides.
+
+    Raises:
+        ValueError: a flag asks for what VeriCache does not support.
+    """
+    from sglang_vericache.attention.backend import NAME
+    from sglang_vericache.speculative import algorithm
+
+    algorithm.refuse_unsupported(server_args)
+    for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        if getattr(server_args, flag) not in (None, NAME):
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name}: VeriCache needs its own attention backend, {NAME}")
+    decided = {"attention_backend": NAME, "disable_overlap_schedule": True}
+    if config.enabled:
+        decided |= algorithm.server_arguments(config)
+    for field, value in decided.items():
+        setattr(server_args, field, value)
+    if shims.needed():
+        open_fields = {
+            "device": "cpu",
+            "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
+            "max_running_requests": CPU_MAX_RUNNING_REQUESTS,
+            "chunked_prefill_size": CPU_CHUNKED_PREFILL,
+        }
+        for field, value in open_fields.items():
+            if getattr(server_args, field) is None:
+                setattr(server_args, field, value)
+    else:
+        server_args.disable_cuda_graph = True

@@ -1,0 +1,59 @@
+"""Where draft views live: lists of KV slots, one block per request row, in one flat tensor.
+
+A view is zero-copy: it names slots of SGLang's own KV pool, which the radix tree keeps locked while
+the request runs. What was generated since the view was chosen is not listed; readers add that run
+of ``req_to_token`` themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_vericache.attention.rows import ViewLists
+from sglang_vericache.core import DraftView
+
+
+class ViewStore:
+    """Slot lists of all running requests.
+
+    Args:
+        rows: rows of ``req_to_token``; a view is filed under its request's row.
+        layers: attention layers L.
+        heads: lists per layer, 1 or the number of KV heads (Hv).
+        capacity: longest list in tokens.
+        device: where the KV pool is.
+    """
+
+    def __init__(self, rows: int, layers: int, heads: int, capacity: int, device: torch.device):
+        self.capacity = capacity
+        self.indices = torch.zeros((rows, layers, heads, capacity), dtype=torch.int32).to(device)
+        self.length = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
+        offsets = torch.arange(rows * layers * heads, device=device) * capacity
+        self.start = offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
+
+    def put(self, row: int, view: DraftView, slots: Tensor) -> None:
+        """File a view.
+
+        Args:
+            row: the request's row of ``req_to_token``.
+            view: positions per layer; each list at most ``capacity`` long.
+            slots: int32 ``[T]``, slots of positions ``0 .. T - 1`` of the request.
+        """
+        for layer, positions in enumerate(view.layers):
+            count = positions.shape[1]
+            self.indices[row, layer, :, :count] = slots[positions.long()]
+            self.length[layer, row] = count
+
+    def lists(self, req_row: Tensor, drafting: Tensor) -> ViewLists:
+        """Kernel arguments for one pass.
+
+        Args:
+            req_row: int64 ``[G]`` rows of the requests.
+            drafting: int32 ``[G]``, 1 where the group reads its view, 0 where its full KV.
+        """
+        return ViewLists(
+            indices=self.indices.view(-1),
+            start=self.start[:, req_row],
+            length=self.length[:, req_row] * drafting[:, None],
+        )

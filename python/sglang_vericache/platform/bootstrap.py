@@ -1,0 +1,66 @@
+"""Import-time preparation of a machine without an NVIDIA driver.
+
+Runs at every interpreter start of the environment (through ``sglang_vericache.pth``), in the
+launcher as in every process SGLang spawns, so it imports nothing but the standard library and
+only installs an import hook:
+
+- on the first ``import sglang``: ``SGLANG_USE_CPU_ENGINE=1`` unless the user set it;
+- on ``import sgl_kernel``: the wheel on PyPI is CUDA-only and its ``__init__`` fails without
+  ``libcuda.so.1``. ``standin_sgl_kernel.py`` takes its name and keeps the wheel's pure-Python
+  submodules importable.
+
+With an NVIDIA driver present nothing is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_STANDIN = Path(__file__).with_name("standin_sgl_kernel.py")
+
+
+def has_nvidia_driver() -> bool:
+    """Whether ``libcuda.so.1`` can be loaded (a GPU may still be absent)."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+class _PlainCpuFinder:
+    """Meta path finder; see the module docstring."""
+
+    @classmethod
+    def find_spec(
+        cls,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name == "sglang":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            return None
+        if name != "sgl_kernel":
+            return None
+        real = importlib.machinery.PathFinder.find_spec(name)
+        locations = list(real.submodule_search_locations or []) if real else []
+        return importlib.util.spec_from_file_location(
+            name, _STANDIN, submodule_search_locations=locations
+        )
+
+
+def install() -> None:
+    """Install the import hook once, on machines without an NVIDIA driver."""
+    if any(finder is _PlainCpuFinder for finder in sys.meta_path):
+        return
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" and has_nvidia_driver():
+        return
+    sys.meta_path.insert(0, _PlainCpuFinder)  # type: ignore[arg-type]

@@ -1,0 +1,83 @@
+"""The list of shims for a CPU without AMX, each with its reason and state.
+
+Everything here works around stock SGLang, none of it is needed on CUDA. ``apply_all`` runs in every
+process when the plugin registers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_vericache.platform.bootstrap import has_nvidia_driver
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One workaround: ``apply`` puts it in place, ``applied`` tells whether it is."""
+
+    name: str
+    why: str
+    applied: Callable[[], bool]
+    apply: Callable[[], None] = lambda: None
+
+
+def _standin_loaded() -> bool:
+    module = sys.modules.get("sgl_kernel")
+    return module is None or str(module.__file__).endswith("standin_sgl_kernel.py")
+
+
+def _dynamo_disabled() -> bool:
+    import torch._dynamo.config
+
+    return bool(torch._dynamo.config.disable)
+
+
+def _disable_dynamo() -> None:
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = True
+
+
+SHIMS = (
+    Shim(
+        "cpu engine",
+        "the model build takes the vLLM path without SGLANG_USE_CPU_ENGINE=1",
+        lambda: os.environ.get("SGLANG_USE_CPU_ENGINE") == "1",
+        lambda: os.environ.update(SGLANG_USE_CPU_ENGINE="1"),
+    ),
+    Shim(
+        "sgl_kernel stand-in",
+        "the sgl_kernel wheel needs libcuda.so.1 to be imported",
+        _standin_loaded,
+    ),
+    Shim(
+        "eager sampling helpers",
+        "torch.compile around two small sampling functions costs a compiler run at first use",
+        _dynamo_disabled,
+        _disable_dynamo,
+    ),
+)
+
+
+def needed() -> bool:
+    """Whether this process runs SGLang on a CPU."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not has_nvidia_driver()
+
+
+def apply_all() -> None:
+    """Apply every shim once; does nothing where an NVIDIA driver is present."""
+    if not needed():
+        return
+    for shim in SHIMS:
+        if not shim.applied():
+            shim.apply()
+
+
+def report() -> dict[str, str]:
+    """State of each shim: ``applied``, ``missing`` or ``not needed``."""
+    if not needed():
+        return {shim.name: "not needed" for shim in SHIMS}
+    return {shim.name: "applied" if shim.applied() else "missing" for shim in SHIMS}

@@ -1,0 +1,104 @@
+"""Entry point of SGLang's plugin loader; runs in every process SGLang starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from sglang_vericache import hooks
+from sglang_vericache.config import PREFIX, add_cli_args, attach, config_of, from_options
+from sglang_vericache.hooks import Hook
+from sglang_vericache.platform import shims
+
+
+def register() -> None:
+    """Register everything; ends the process with a reason if this SGLang is not supported.
+
+    The loader only logs an exception and would go on without VeriCache, so failure exits.
+    """
+    try:
+        shims.apply_all()
+        from sglang_vericache.attention.backend import register_backend
+        from sglang_vericache.speculative.algorithm import register_algorithm
+
+        register_algorithm()
+        register_backend()
+        hooks.register(table())
+    except Exception as error:
+        print(f"sglang-vericache cannot start: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
+def table() -> tuple[Hook, ...]:
+    """Every hook of this package into SGLang."""
+    from sglang_vericache.entrypoints import admission, status
+    from sglang_vericache.platform import model
+    from sglang_vericache.sampling import hooks as sampling
+    from sglang_vericache.speculative import algorithm, zero_commit
+
+    return (
+        Hook(
+            "sglang.srt.server_args.ServerArgs.add_cli_args",
+            ("parser",),
+            "after",
+            _add_flags,
+            "no door for flags of a plugin",
+        ),
+        Hook(
+            "sglang.srt.server_args.ServerArgs.from_cli_args",
+            ("cls", "args"),
+            "around",
+            _server_args_from_cli,
+            "the record has no place for settings of a plugin",
+        ),
+        Hook(
+            "sglang.srt.entrypoints.engine.Engine.__init__",
+            ("self", "kwargs"),
+            "around",
+            _engine_init,
+            "Engine passes every keyword to ServerArgs",
+        ),
+        *algorithm.HOOKS,
+        *zero_commit.HOOKS,
+        *sampling.HOOKS,
+        *model.HOOKS,
+        *admission.HOOKS,
+        *status.HOOKS,
+    )
+
+
+def _add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    add_cli_args(parser)
+
+
+def _server_args_from_cli(original: Any, cls: type, args: argparse.Namespace) -> Any:
+    config = from_options(vars(args))
+    server_args = original(cls, args)
+    configure(server_args, config)
+    return server_args
+
+
+def _engine_init(original: Any, self: Any, **kwargs: Any) -> None:
+    options = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(PREFIX)}
+    config = from_options(options)
+    if config is not None and "server_args" not in kwargs:
+        kwargs.setdefault("log_level", "error")
+        server_args = self.server_args_class(**kwargs)
+        configure(server_args, config)
+        kwargs = {"server_args": server_args}
+    original(self, **kwargs)
+
+
+def configure(server_args: Any, config: Any) -> None:
+    """Attach the configuration to a fresh record and set the SGLang fields it needs.
+
+    Raises:
+        ValueError: the record asks for something VeriCache does not support; names the flag.
+    """
+    from sglang_vericache import defaults
+
+    if config is None or config_of(server_args) is not None:
+        return
+    attach(server_args, config)
+    defaults.apply(server_args, config)

@@ -1,0 +1,138 @@
+"""What the worker remembers about running requests between iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sglang_vericache.compressors import Dropper, Settings, create
+from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.core import DraftState
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from torch import Tensor
+
+
+@dataclass
+class RequestState:
+    """Draft and view of one request.
+
+    Attributes:
+        req: the request; ``req.kv.kv_committed_len`` tokens of it have exact KV.
+        retractions: its retraction count when this state was made.
+        dropper, settings: how its draft view is chosen.
+        limit: most tokens it drafts in a round; 0 decodes plainly.
+        unverified: commits what it reads from its view, token by token, as it is.
+        queries: ``[L, n, HQ, D]`` chunks of the latest tokens' queries, for the next compression.
+        view_length: tokens its filed view was chosen from; 0 when drafts read the full KV.
+        view_kept: tokens the filed view lists, averaged over layers.
+        has_view: whether a view was chosen, filed or found to be everything.
+        rounds: verify passes since the view was chosen.
+        drafts: tokens drafted since the last verify pass.
+        drafted: tokens drafted in all finished rounds.
+    """
+
+    req: Req
+    retractions: int
+    dropper: Dropper
+    settings: Settings
+    limit: int
+    unverified: bool = False
+    queries: list[Tensor] = field(default_factory=list)
+    view_length: int = 0
+    view_kept: float = 0.0
+    has_view: bool = False
+    rounds: int = 0
+    drafts: list[int] = field(default_factory=list)
+    drafted: int = 0
+
+    @property
+    def row(self) -> int:
+        """The request's row of ``req_to_token``."""
+        return self.req.kv.req_pool_idx
+
+    def add_queries(self, queries: Tensor, window: int) -> None:
+        """Remember the queries of tokens just accepted, ``[L, n, HQ, D]``."""
+        _append(self.queries, queries, window)
+
+    def draft_state(self, min_context: int, context_limit: int) -> DraftState:
+        """What the planner is told."""
+        context = self.req.kv.kv_committed_len + 1
+        left = self.req.sampling_params.max_new_tokens - len(self.req.output_ids)
+        limit = min(self.limit, left - 1, context_limit - context)
+        if context < min_context:
+            limit = 0
+        return DraftState(
+            rid=self.req.rid,
+            context=context,
+            view=self.draft_keys,
+            drafted=len(self.drafts),
+            limit=max(limit, 0),
+        )
+
+    @property
+    def draft_keys(self) -> float:
+        """Keys that its next drafting row attends to (an estimate before a view was chosen)."""
+        committed = self.req.kv.kv_committed_len
+        rows = 1 + len(self.drafts)
+        if not self.has_view:
+            return self.settings.budget.tokens(committed) + rows
+        return self.view_kept + committed - self.view_length + rows
+
+
+class Requests:
+    """States of the running requests, by request id; a retracted request starts over."""
+
+    def __init__(self, config: VeriCacheConfig):
+        self._config = config
+        self._states: dict[str, RequestState] = {}
+        self._prompt_queries: dict[str, list[Tensor]] = {}
+
+    def keep_queries(self, rid: str, queries: Tensor, window: int) -> None:
+        """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes."""
+        _append(self._prompt_queries.setdefault(rid, []), queries, window)
+
+    def running(self, reqs: Sequence[Req]) -> list[RequestState]:
+        """States of a decode batch, in its order; forgets every other request."""
+        states = []
+        for req in reqs:
+            state = self._states.get(req.rid)
+            if state is None or state.req is not req or state.retractions != req.retraction_count:
+                state = self._new(req)
+            states.append(state)
+        self._states = {state.req.rid: state for state in states}
+        return states
+
+    def drop_prompts(self, keep: set[str]) -> None:
+        """Forget prompts that never came to decode, except those in ``keep``."""
+        for rid in self._prompt_queries.keys() - keep:
+            del self._prompt_queries[rid]
+
+    def _new(self, req: Req) -> RequestState:
+        config, asked = self._config, asked_by(req)
+        narrowing = {k: v for k, v in asked.items() if k not in ("enabled", "unverified", "draft_len")}
+        settings = config.compressor_settings.narrowed(narrowing)
+        limit = min(asked.get("draft_len", config.reserved_draft_len), config.reserved_draft_len)
+        return RequestState(
+            req=req,
+            retractions=req.retraction_count,
+            dropper=create(config.compressor, settings),
+            settings=settings,
+            limit=limit if asked.get("enabled", True) else 0,
+            unverified=bool(asked.get("unverified", False)),
+            queries=self._prompt_queries.pop(req.rid, []),
+        )
+
+
+def asked_by(req: Req) -> dict[str, Any]:
+    """The request's own ``custom_params.vericache``, validated at admission."""
+    return (req.sampling_params.custom_params or {}).get("vericache") or {}
+
+
+def _append(chunks: list[Tensor], queries: Tensor, window: int) -> None:
+    """Append ``queries`` and drop chunks that are no longer among the last ``window`` tokens."""
+    chunks.append(queries)
+    while sum(chunk.shape[1] for chunk in chunks[1:]) >= window:
+        del chunks[0]

@@ -1,0 +1,69 @@
+"""Chooses draft views: calls the compressor on the KV pool and files the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from sgl_kernel_ext import key_scores
+
+from sglang_vericache.compressors import LayerContext, compress, create
+from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.mem_cache.views import ViewStore
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from torch import Tensor
+
+    from sglang_vericache.speculative.state import RequestState
+
+
+class ViewChooser:
+    """Compresses requests of one model; ``store`` holds the views it filed."""
+
+    def __init__(self, model_runner: ModelRunner, config: VeriCacheConfig):
+        self.pool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.num_layers = self.pool.layer_num
+        keys = self.pool.get_key_buffer(self.pool.start_layer)
+        self.num_kv_heads, head_dim = keys.shape[1:]
+        self.scale = head_dim**-0.5
+        dropper = create(config.compressor, config.compressor_settings)
+        self.query_rows = dropper.query_rows
+        rows, width = self.req_to_token.shape
+        self.store = ViewStore(
+            rows=rows,
+            layers=self.num_layers,
+            heads=self.num_kv_heads if dropper.per_head else 1,
+            capacity=config.compressor_settings.budget.tokens(width),
+            device=self.req_to_token.device,
+        )
+
+    def choose(self, state: RequestState) -> None:
+        """Choose and file the view of a request from its committed KV."""
+        length = state.req.kv.kv_committed_len
+        slots = self.req_to_token[state.row, :length]
+        view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
+        state.has_view, state.rounds = True, 0
+        if view.is_full:
+            state.view_length, state.view_kept = 0, 0.0
+            return
+        self.store.put(state.row, view, slots)
+        state.view_length, state.view_kept = length, view.mean_kept
+
+    def _layers(self, state: RequestState, slots: Tensor) -> Iterator[LayerContext]:
+        queries = torch.cat(state.queries, dim=1) if state.queries else None
+        for layer in range(self.num_layers):
+            keys, values = self.pool.get_kv_buffer(self.pool.start_layer + layer)
+            wanted = keys.new_empty(0) if queries is None else queries[layer, -self.query_rows :]
+            yield LayerContext(
+                layer=layer,
+                num_layers=self.num_layers,
+                length=slots.shape[0],
+                num_kv_heads=self.num_kv_heads,
+                queries=wanted,
+                gather_keys=lambda keys=keys: keys[slots],
+                gather_values=lambda values=values: values[slots],
+                key_scores=lambda q, keys=keys: key_scores(q, keys, slots, self.scale),
+            )

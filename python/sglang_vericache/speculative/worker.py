@@ -1,0 +1,191 @@
+"""The decode loop: plan, one ragged forward pass, settle, commit."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_vericache import hooks, plugin
+from sglang_vericache.attention.rows import last_rows
+from sglang_vericache.config import config_of
+from sglang_vericache.core import Action, Counters
+from sglang_vericache.sampling.settle import Settled, settle, write_logprobs
+from sglang_vericache.scheduler import Planner
+from sglang_vericache.speculative.ragged_input import RaggedInput
+from sglang_vericache.speculative.ragged_pass import RaggedPass
+from sglang_vericache.speculative.state import Requests, RequestState
+from sglang_vericache.speculative.views import ViewChooser
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.server_args import ServerArgs
+
+# Automatic refresh: after this many rounds, once fewer than this share of a round was accepted.
+REFRESH_ROUNDS, REFRESH_BELOW = 4, 0.5
+
+
+class VeriCacheWorker(BaseSpecWorker):
+    """Drafts from compressed KV and verifies against full KV with one and the same model.
+
+    SGLang's scheduler calls ``forward_batch_generation`` once per iteration.
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+    ):
+        super().__init__()
+        hooks.assert_applied(plugin.table())
+        config = config_of(server_args)
+        assert config is not None and config.enabled
+        self.config = config
+        self._target_worker = target_worker
+        self.slots = config.reserved_draft_len + 1
+        self.requests = Requests(config)
+        self.counters = Counters()
+        self.planner = (
+            Planner.adaptive(config.max_draft_len)
+            if config.draft_len is None
+            else Planner.fixed(config.draft_len)
+        )
+
+    def alloc_memory_pool(self, **kwargs: Any) -> None:
+        super().alloc_memory_pool(**kwargs)
+        self.chooser: ViewChooser | None = None
+
+    @property
+    def draft_worker(self) -> None:
+        return None  # the target drafts for itself
+
+    def init_attention_backends(self) -> None:
+        runner = self.target_worker.model_runner
+        self.chooser = ViewChooser(runner, self.config)
+        self.attention = runner.attn_backend
+        self.attention.query_window = self.chooser.query_rows
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Any = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """One iteration: prefill as stock, or plan, forward, settle, commit."""
+        if not batch.forward_mode.is_decode():
+            return self._prefill(batch)
+        started = time.perf_counter()
+        step = self._plan(batch)
+        output = self._forward(batch, step)
+        settled = settle(
+            output.next_token_logits, step.layout, batch, self.target_worker.model_runner.sampler
+        )
+        result = self._commit(batch, step, output, settled)
+        self.planner.observe(time.perf_counter() - started)
+        return result
+
+    def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        result = self.target_worker.forward_batch_generation(batch)
+        if (queries := self.attention.take_queries()) is not None:
+            lens = [min(n, self.chooser.query_rows) for n in batch.extend_lens]
+            for req, chunk in zip(batch.reqs, queries.split(lens, dim=1), strict=True):
+                self.requests.keep_queries(req.rid, chunk, self.chooser.query_rows)
+        result.next_draft_input = RaggedInput(self.slots)
+        result.new_seq_lens = batch.seq_lens
+        result.speculative_num_draft_tokens = self.slots
+        return result
+
+    def _plan(self, batch: ScheduleBatch) -> RaggedPass:
+        """Decide who drafts and who verifies; a request about to draft first gets a view."""
+        states = self.requests.running(batch.reqs)
+        gate = self.config.min_context if self.config.draft_len is None else 0
+        limit = self.target_worker.model_runner.model_config.context_len
+        verified = [s for s in states if not s.unverified]
+        planned = self.planner.plan([s.draft_state(gate, limit) for s in verified])
+        actions = dict(zip((id(s) for s in verified), planned, strict=True))
+        chosen = [actions.get(id(s), Action.DRAFT) for s in states]
+        for state, action in zip(states, chosen, strict=True):
+            if action is Action.DRAFT and not state.has_view:
+                self.chooser.choose(state)
+        return RaggedPass.build(states, chosen)
+
+    def _forward(self, batch: ScheduleBatch, step: RaggedPass) -> LogitsProcessorOutput:
+        """One pass of the target model over all rows; logits ``[R, V]``."""
+        capture = None
+        if self.chooser.query_rows and self.config.refresh != 0:
+            lens = [
+                n if action is Action.VERIFY and state.drafts else 0
+                for n, action, state in zip(step.lens, step.actions, step.states, strict=True)
+            ]
+            step_rows = last_rows(step.lens, self.slots)
+            keep = torch.repeat_interleave(
+                torch.tensor([n > 0 for n in lens]), torch.tensor(step.lens)
+            )
+            if bool(keep.any()):
+                capture = step_rows[keep].to(batch.device)
+        step.place(batch, self.chooser.store, self.slots, capture)
+        return self.target_worker.forward_batch_generation(batch, is_verify=True).logits_output
+
+    def _commit(
+        self,
+        batch: ScheduleBatch,
+        step: RaggedPass,
+        output: LogitsProcessorOutput,
+        settled: Settled,
+    ) -> GenerationBatchResult:
+        """Commit 0..k+1 tokens of each request through SGLang's own result path."""
+        bs = len(step.states)
+        tokens = torch.zeros((bs, self.slots), dtype=torch.int64)
+        ids = settled.token_ids.tolist()
+        queries = self.attention.take_queries()
+        at, captured = 0, 0
+        for i, (state, action, rows) in enumerate(
+            zip(step.states, step.actions, step.lens, strict=True)
+        ):
+            own, at = ids[at : at + rows], at + rows
+            accepted = settled.accept_len[i]
+            if action is Action.DRAFT and not state.unverified:
+                state.drafts.append(own[0])
+                continue
+            tokens[i, :accepted] = torch.tensor(own[:accepted])
+            if state.unverified:
+                state.req.skip_radix_cache_insert = True  # its KV is not exact
+                continue
+            drafted = len(state.drafts)
+            if drafted and queries is not None:
+                fresh = queries[:, captured : captured + accepted]
+                captured += rows
+                self._round_ended(state, drafted, accepted - 1, fresh)
+            self._account(state, drafted, accepted - 1)
+        if batch.return_logprob:
+            write_logprobs(output, settled, self.slots)
+        accept_len = torch.tensor(settled.accept_len, dtype=torch.int32)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=tokens.view(-1),
+            accept_lens=accept_len,
+            new_seq_lens=batch.seq_lens + accept_len.to(batch.seq_lens.device),
+            next_draft_input=RaggedInput(self.slots),
+            speculative_num_draft_tokens=self.slots,
+        )
+
+    def _account(self, state: RequestState, drafted: int, accepted: int) -> None:
+        self.planner.settle(state.req.rid, drafted, accepted)
+        self.counters.record_verify(drafted, accepted)
+        state.drafted += drafted
+        state.req.spec_num_cap_tokens = state.drafted
+        state.drafts = []
+
+    def _round_ended(
+        self, state: RequestState, drafted: int, accepted: int, queries: torch.Tensor
+    ) -> None:
+        """Keep the queries of what was accepted; forget a view that has grown stale."""
+        state.add_queries(queries, self.chooser.query_rows)
+        state.rounds += 1
+        every = self.config.refresh
+        if state.dropper.refreshable and (
+            state.rounds >= every
+            if every
+            else state.rounds >= REFRESH_ROUNDS and accepted < REFRESH_BELOW * drafted
+        ):
+            state.has_view = False  # chosen anew before the next draft
