@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,28 @@ class Action(enum.Enum):
     """One row against the draft view; commits nothing."""
     VERIFY = "verify"
     """``k + 1`` rows against the full KV; with no drafts this is plain decoding."""
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What the planner is told about a running request at the start of an iteration.
+
+    Attributes:
+        rid: request id.
+        context: keys a row over the full KV would attend to, in tokens.
+        view: keys a drafting row would attend to: listed tokens (mean over layers) plus tail.
+        drafted: tokens drafted since the last verify pass.
+        limit: drafting more tokens than this in a round is useless or impossible (tokens left to
+            generate minus one, free KV slots); 0 asks for plain decoding.
+        stop: the last draft had so small a top-1 margin that verifying now is better.
+    """
+
+    rid: Hashable
+    context: int
+    view: float
+    drafted: int
+    limit: int
+    stop: bool = False
 
 
 @dataclass(frozen=True)

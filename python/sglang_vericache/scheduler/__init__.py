@@ -1,0 +1,17 @@
+"""Who drafts and who verifies, and how much: plain Python bookkeeping, no tensors, no engine."""
+
+from sglang_vericache.scheduler.cost_model import CostModel, Work
+from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength, FixedLength, Length
+from sglang_vericache.scheduler.phases import PhaseWheel
+from sglang_vericache.scheduler.planner import Planner
+
+__all__ = [
+    "AdaptiveLength",
+    "CostModel",
+    "DraftLength",
+    "FixedLength",
+    "Length",
+    "PhaseWheel",
+    "Planner",
+    "Work",
+]

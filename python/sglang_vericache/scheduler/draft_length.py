@@ -1,0 +1,170 @@
+"""How many tokens to draft in a round.
+
+With agreement p a token and relative price c of a drafted token, a round of k drafts commits
+``1 + sum_{m=1..k} p^m`` tokens in the time of ``1 + k*c`` plain steps, so
+
+    gain(k) = (1 + sum_{m=1..k} p^m) / (1 + k*c),   c = (C_draft + C_row) / C_plain
+
+is the speed-up over plain decoding; C_draft and C_plain include the request's share of the
+iteration's fixed cost, and C_row is what one more row adds to a verify pass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_vericache.core import DraftState
+from sglang_vericache.scheduler.agreement import Agreement
+from sglang_vericache.scheduler.cost_model import CostModel, Work
+
+# A request starts drafting at this gain and stops below 1: no flapping around break-even.
+START_GAIN = 1.05
+# Most time lost to drafting, as a share of plain decoding, plus a start credit in plain steps.
+# Below the promised 5 %, since the predicted costs are off by a few per cent themselves.
+LOSS_SHARE = 0.02
+START_CREDIT, MAX_CREDIT = 4.0, 16.0
+# Drafts of a probe, and the share of plain time spent on probing requests that do not draft.
+PROBE_DRAFTS = 2
+PROBE_SHARE = 0.01
+REQUEST_MEMORY, FLEET_MEMORY = 24.0, 512.0
+# Agreement assumed before the first verify pass of the server.
+INITIAL_AGREEMENT = 0.8
+
+
+class Length(NamedTuple):
+    """Draft lengths a round may have; equally good within noise, ``longest`` preferred."""
+
+    shortest: int
+    longest: int
+
+
+class DraftLength(ABC):
+    """Chooses the draft length of each round and learns from its outcome."""
+
+    @abstractmethod
+    def choose(self, request: DraftState, batch: int) -> Length:
+        """Length of the round that starts now, at most ``request.limit``.
+
+        Args:
+            request: with ``drafted == 0``.
+            batch: number of running requests, at least 1.
+        """
+
+    def settle(self, rid: Hashable, drafted: int, accepted: int) -> None:  # noqa: B027
+        """Learn that ``accepted`` of ``drafted`` tokens agreed in the round that ends now."""
+
+    def forget(self, rid: Hashable) -> None:  # noqa: B027
+        """The request left; unknown ids are fine."""
+
+
+class FixedLength(DraftLength):
+    """Always ``k``, whether it pays or not; for measurements and tests."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def choose(self, request: DraftState, batch: int) -> Length:
+        k = min(self.k, request.limit)
+        return Length(k, k)
+
+
+@dataclass
+class _Request:
+    """What is known of one request; times in plain steps of that request."""
+
+    agreement: Agreement = field(default_factory=lambda: Agreement(REQUEST_MEMORY))
+    drafting: bool = False
+    price: float = 0.0
+    credit: float = START_CREDIT
+    probe_savings: float = 0.0
+
+
+class AdaptiveLength(DraftLength):
+    """The k of greatest gain, or 0 where plain decoding is faster.
+
+    In the cost model's own terms, no request ever takes longer than ``1 + LOSS_SHARE`` times plain
+    decoding plus ``START_CREDIT`` plain steps: a round may start only if the request's credit
+    covers its loss should every draft be rejected. A request that does not draft is probed with
+    ``PROBE_DRAFTS`` drafts whenever ``PROBE_SHARE`` of its plain time has paid for that, and again
+    at once after a probe that was accepted whole.
+
+    Args:
+        k_max: largest draft length.
+        cost: predicts iteration times; fed by the caller.
+    """
+
+    def __init__(self, k_max: int, cost: CostModel) -> None:
+        self._k_max = k_max
+        self._cost = cost
+        self._fleet = Agreement(FLEET_MEMORY)
+        self._requests: dict[Hashable, _Request] = {}
+
+    def choose(self, request: DraftState, batch: int) -> Length:
+        if request.view >= request.context:
+            return Length(0, 0)
+        state = self._requests.setdefault(request.rid, _Request())
+        state.price = self.price(request, batch)
+        affordable = (
+            int((state.credit + LOSS_SHARE) / state.price) if state.price > 0 else self._k_max
+        )
+        k_max = min(self._k_max, request.limit, affordable)
+        k, gain = best_length(self.agreement(request.rid), state.price, k_max)
+        state.drafting = k > 0 and gain >= (1.0 if state.drafting else START_GAIN)
+        if state.drafting:
+            return Length(k - k // 4, k)
+        probe = min(PROBE_DRAFTS, k_max)
+        if probe and self._may_probe(state, probe):
+            state.probe_savings = 0.0
+            return Length(probe, probe)
+        return Length(0, 0)
+
+    def settle(self, rid: Hashable, drafted: int, accepted: int) -> None:
+        state = self._requests.get(rid)
+        if state is None:
+            return
+        state.agreement.record(drafted, accepted)
+        self._fleet.record(drafted, accepted)
+        spent, tokens = 1.0 + drafted * state.price, accepted + 1
+        state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
+        if not state.drafting:
+            probe_held = 0 < drafted == accepted
+            state.probe_savings += math.inf if probe_held else PROBE_SHARE
+
+    def forget(self, rid: Hashable) -> None:
+        self._requests.pop(rid, None)
+
+    def agreement(self, rid: Hashable) -> float:
+        """Estimated chance that the request's next draft token is accepted."""
+        prior = self._fleet.mean(INITIAL_AGREEMENT)
+        state = self._requests.get(rid)
+        return state.agreement.mean(prior) if state else prior
+
+    def price(self, request: DraftState, batch: int) -> float:
+        """Time of drafting and verifying one token, as a multiple of the request's plain step."""
+        share = self._cost.fixed / batch
+        plain = self._cost.marginal(Work.verify(1, request.context))
+        row = self._cost.marginal(Work.verify(2, request.context)) - plain
+        draft = share + self._cost.marginal(Work.draft(request.view))
+        return (draft + row) / (share + plain)
+
+    def _may_probe(self, state: _Request, drafts: int) -> bool:
+        """Whether full agreement would pay at all and the savings cover a rejected probe."""
+        _, most = best_length(1.0, state.price, self._k_max)
+        return most >= START_GAIN and state.probe_savings >= drafts * state.price
+
+
+def best_length(p: float, price: float, k_max: int) -> tuple[int, float]:
+    """The k in ``0..k_max`` of greatest gain, and that gain; ``(0, 1.0)`` if none exceeds 1."""
+    best, best_gain = 0, 1.0
+    tokens = survival = 1.0
+    for k in range(1, k_max + 1):
+        survival *= p
+        tokens += survival
+        gain = tokens / (1.0 + k * price)
+        if gain > best_gain:
+            best, best_gain = k, gain
+    return best, best_gain

@@ -1,0 +1,93 @@
+"""Decides for every running request whether it drafts one more token or verifies now."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from sglang_vericache.core import Action, DraftState
+from sglang_vericache.scheduler.cost_model import CostModel, Work
+from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength, FixedLength
+from sglang_vericache.scheduler.phases import PhaseWheel
+
+
+class Planner:
+    """The first step of a scheduler iteration.
+
+    Per iteration: ``plan`` once, then ``settle`` for every request that verified and ``observe``
+    with the time the forward pass took. A request that is missing from one ``plan`` is forgotten.
+
+    Args:
+        length: policy for draft lengths.
+        k_max: no round drafts more tokens than this.
+        cost: the model that ``observe`` feeds and the policy reads.
+    """
+
+    def __init__(self, length: DraftLength, k_max: int, cost: CostModel) -> None:
+        self._length = length
+        self._cost = cost
+        self._wheel = PhaseWheel(k_max + 1)
+        self._known: set[Hashable] = set()
+        self._work = Work()
+
+    @classmethod
+    def fixed(cls, k: int) -> Planner:
+        """Draft ``k`` tokens a round (``--vericache-draft-len k``)."""
+        return cls(FixedLength(k), k, CostModel())
+
+    @classmethod
+    def adaptive(cls, k_max: int) -> Planner:
+        """Draft what pays, at most ``k_max`` tokens a round (``--vericache-draft-len auto``)."""
+        cost = CostModel()
+        return cls(AdaptiveLength(k_max, cost), k_max, cost)
+
+    def plan(self, requests: Sequence[DraftState]) -> list[Action]:
+        """One action per running request, in their order."""
+        self._forget_all_but({request.rid for request in requests})
+        starting = [r for r in requests if r.drafted == 0 and not self._wheel.is_booked(r.rid)]
+        # Newcomers last: they fill the gaps between those whose phase is settled.
+        for request in sorted(starting, key=lambda r: r.rid not in self._known):
+            self._start_round(request, len(requests))
+        actions = [self._action(request) for request in requests]
+        self._wheel.advance()
+        self._work = sum(map(_work, requests, actions), Work())
+        return actions
+
+    def settle(self, rid: Hashable, drafted: int, accepted: int) -> None:
+        """Report the verdict on a request that verified, including those without drafts."""
+        self._length.settle(rid, drafted, accepted)
+
+    def observe(self, seconds: float) -> None:
+        """Report how long the iteration planned last took, prefill and copies excluded."""
+        self._cost.observe(self._work, seconds)
+
+    def phases(self) -> list[int]:
+        """Verify passes booked for each of the coming iterations."""
+        return [self._wheel.load(ahead) for ahead in range(self._wheel.horizon)]
+
+    def _start_round(self, request: DraftState, batch: int) -> None:
+        length = self._length.choose(request, batch)
+        # The first round may be cut to any length, so that phases spread from the start.
+        shortest = length.shortest if request.rid in self._known else 0
+        self._wheel.book(request.rid, shortest, length.longest)
+        self._known.add(request.rid)
+
+    def _action(self, request: DraftState) -> Action:
+        rid, wheel = request.rid, self._wheel
+        cut = request.drafted > 0 and (request.stop or request.drafted >= request.limit)
+        # Drafts without a booking are those of a round the planner has forgotten.
+        if cut or wheel.is_due(rid) or not wheel.is_booked(rid):
+            wheel.leave(rid)
+            return Action.VERIFY
+        return Action.DRAFT
+
+    def _forget_all_but(self, running: set[Hashable]) -> None:
+        for rid in self._known - running:
+            self._wheel.leave(rid)
+            self._length.forget(rid)
+        self._known &= running
+
+
+def _work(request: DraftState, action: Action) -> Work:
+    if action is Action.DRAFT:
+        return Work.draft(request.view)
+    return Work.verify(request.drafted + 1, request.context)

@@ -1,0 +1,107 @@
+"""A server without tensors: simulated agreement and iteration times drive a real planner."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from sglang_vericache.core import Action, DraftState
+from sglang_vericache.scheduler import Planner, Work
+
+Agreement = Callable[[int], float]
+"""Agreement of the draft token at an output position."""
+
+
+def machine(
+    work: Work,
+    fixed: float = 0.02,
+    draft_row: float = 1e-3,
+    verify_row: float = 1e-3,
+    draft_key: float = 2e-6,
+    verify_key: float = 1e-6,
+    pair: float = 1e-6,
+) -> float:
+    """Seconds of an iteration; as it stands, a CPU bound by the dot products of attention."""
+    costs = (draft_row, draft_key, verify_row, verify_key, pair)
+    return fixed + sum(n * cost for n, cost in zip(work.counts(), costs, strict=True))
+
+
+@dataclass
+class Request:
+    rid: int
+    context: int
+    view: int
+    agreement: Agreement
+    remaining: int = 10**9
+    drafted: int = 0
+    output: int = 0
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    """(drafted, accepted) of every verify pass."""
+
+    def state(self) -> DraftState:
+        view = min(self.view + self.output + self.drafted, self.context)
+        limit = self.remaining - self.output - 1
+        return DraftState(self.rid, self.context, view, self.drafted, limit)
+
+
+class Simulation:
+    """Runs a planner on ``machine(work, **costs)``; ``seconds`` and ``tokens`` are totals."""
+
+    def __init__(self, planner: Planner, **costs: float):
+        self.planner, self.costs, self.random = planner, costs, random.Random(0)
+        self.requests: list[Request] = []
+        self.seconds = 0.0
+        self.tokens = 0
+        self.verifying: list[int] = []
+        """Requests that verified, per iteration."""
+
+    def add(self, count: int, agreement: Agreement | float, context=6000, view=600, **more):
+        rate = agreement if callable(agreement) else lambda _: agreement
+        first = len(self.requests)
+        self.requests += [Request(first + i, context, view, rate, **more) for i in range(count)]
+        return self.requests[first:]
+
+    def step(self) -> None:
+        running = [r for r in self.requests if r.output < r.remaining]
+        states = [request.state() for request in running]
+        actions = self.planner.plan(states)
+        work = Work()
+        for request, action in zip(running, actions, strict=True):
+            if action is Action.DRAFT:
+                work += Work.draft(request.state().view)
+                request.drafted += 1
+            else:
+                work += Work.verify(request.drafted + 1, request.context)
+                self._verify(request)
+        seconds = machine(work, **self.costs) * self.random.uniform(0.95, 1.1)
+        self.planner.observe(seconds)
+        self.seconds += seconds
+        self.verifying.append(actions.count(Action.VERIFY))
+
+    def run(self, iterations: int) -> "Simulation":
+        for _ in range(iterations):
+            self.step()
+        return self
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def _verify(self, request: Request) -> None:
+        accepted = 0
+        while accepted < request.drafted and self.random.random() < request.agreement(
+            request.output + accepted
+        ):
+            accepted += 1
+        self.planner.settle(request.rid, request.drafted, accepted)
+        request.rounds.append((request.drafted, accepted))
+        request.context += accepted + 1
+        request.output += accepted + 1
+        self.tokens += accepted + 1
+        request.drafted = 0
+
+
+@pytest.fixture
+def simulation() -> type[Simulation]:
+    return Simulation

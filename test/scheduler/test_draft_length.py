@@ -1,0 +1,182 @@
+"""Draft lengths on simulated servers: near the best fixed one, never much slower than plain."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_vericache.core import DraftState
+from sglang_vericache.scheduler import AdaptiveLength, CostModel, FixedLength, Planner
+from sglang_vericache.scheduler.agreement import Agreement
+from sglang_vericache.scheduler.draft_length import (
+    LOSS_SHARE,
+    MAX_CREDIT,
+    START_CREDIT,
+    best_length,
+)
+
+
+def gain(p, price, k):
+    return sum(p**m for m in range(k + 1)) / (1 + k * price)
+
+
+@given(p=st.floats(0, 1), price=st.floats(0.01, 2), k_max=st.integers(0, 32))
+def test_best_length_is_the_argmax(p, price, k_max):
+    k, best = best_length(p, price, k_max)
+    assert best == pytest.approx(gain(p, price, k))
+    assert best >= max(gain(p, price, other) for other in range(k_max + 1)) - 1e-9
+
+
+def test_better_agreement_or_cheaper_drafts_never_shorten():
+    by_agreement = [best_length(p / 20, 0.3, 32)[0] for p in range(21)]
+    by_price = [best_length(0.9, 0.05 * c, 32)[0] for c in range(1, 30)]
+    assert by_agreement == sorted(by_agreement) and by_agreement[0] == 0
+    assert by_price == sorted(by_price, reverse=True) and by_price[-1] == 0
+
+
+def test_agreement_counts_trials_up_to_the_first_rejection():
+    estimate = Agreement(memory=1e9)
+    assert estimate.mean(0.7) == pytest.approx(0.7)
+    for _ in range(1000):
+        estimate.record(drafted=8, accepted=3)
+    assert estimate.mean(0.7) == pytest.approx(3 / 4, abs=1e-3)
+    estimate.record(drafted=0, accepted=0)
+    assert estimate.mean(0.7) == pytest.approx(3 / 4, abs=1e-3)
+
+
+def test_agreement_forgets():
+    estimate = Agreement(memory=24)
+    for _ in range(100):
+        estimate.record(4, 4)
+    for _ in range(48):
+        estimate.record(4, 0)
+    assert estimate.mean(1.0) < 0.3
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_near_the_best_fixed_length(simulation, batch, agreement):
+    def rate(planner):
+        server = simulation(planner)
+        server.add(batch, agreement)
+        return server.run(600).rate
+
+    fixed = {k: rate(Planner.fixed(k)) for k in (0, 1, 2, 4, 8, 16)}
+    auto = rate(Planner.adaptive(32))
+    assert auto >= 0.93 * max(fixed.values()), fixed
+    assert auto >= 0.95 * fixed[0]
+    # Precondition: the wrong length would have cost a lot.
+    assert min(fixed.values()) < 0.95 * max(fixed.values())
+
+
+def test_long_contexts_in_a_batch_gain(simulation):
+    def rate(planner):
+        server = simulation(planner, pair=1e-7)
+        server.add(16, 0.95, context=30_000, view=3_000)
+        return server.run(600).rate
+
+    assert rate(Planner.adaptive(32)) > 1.4 * rate(Planner.fixed(0))
+
+
+def test_a_view_as_large_as_the_context_never_drafts(simulation):
+    server = simulation(Planner.adaptive(8))
+    (request,) = server.add(1, 1.0, context=100, view=100)
+    server.run(50)
+    assert request.rounds == [(0, 0)] * 50
+    fixed = simulation(Planner.fixed(8))
+    (request,) = fixed.add(1, 1.0, context=100, view=100)
+    fixed.run(50)
+    assert request.rounds[-1] == (8, 8)
+
+
+def test_compute_bound_batches_stop_drafting(simulation):
+    server = simulation(Planner.adaptive(8), draft_row=1e-2, verify_row=1e-2)
+    requests = server.add(8, 0.95)
+    server.run(400)
+    assert sum(drafted for r in requests for drafted, _ in r.rounds[-50:]) == 0
+
+
+def test_a_request_that_turns_bad_stops_and_one_that_recovers_is_found(simulation):
+    phases = {0: 0.95, 200: 0.0, 1200: 0.97}
+
+    def agreement(position):
+        return phases[max(start for start in phases if start <= position)]
+
+    server = simulation(Planner.adaptive(16), pair=1e-7)
+    (request,) = server.add(1, agreement, context=60_000, view=2_000)
+    while request.output < 2000:
+        server.step()
+    drafted = dict.fromkeys(phases, 0)
+    rounds = dict.fromkeys(phases, 0)
+    position = 0
+    for k, accepted in request.rounds:
+        # The second half of each phase, when the estimate has caught up.
+        start = max(start for start in phases if start <= position)
+        end = min((s for s in phases if s > position), default=2000)
+        if position > (start + end) / 2:
+            drafted[start] += k
+            rounds[start] += 1
+        position += accepted + 1
+    mean = {start: drafted[start] / rounds[start] for start in phases}
+    assert mean[0] > 2
+    assert 0 < mean[200] < 0.2, "plain decoding with a few probes"
+    assert mean[1200] > 2
+
+
+def test_no_flapping_at_break_even():
+    """At a gain between 1 and the starting gain a request keeps doing what it did."""
+    price, p = 0.5, 0.52  # gain(1) = 1.0133
+    assert 1.0 < best_length(p, price, 8)[1] < 1.05
+    for before in (False, True):
+        length = AdaptiveLength(8, CostModel())
+        length.price = lambda request, batch: price
+        length.agreement = lambda rid: p if rid == "now" else 0.9
+        request = DraftState("now", context=1000, view=100, drafted=0, limit=100)
+        if before:
+            length.agreement = lambda rid: 0.9
+            assert length.choose(request, 1).longest > 0
+            length.agreement = lambda rid: p
+        assert (length.choose(request, 1).longest > 0) == before
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_loss_is_bounded_whatever_the_target_answers(data):
+    """An adversary picks prices and accepts; spent <= (1 + share) * plain + credit, any prefix."""
+    length = AdaptiveLength(16, CostModel())
+    spent = plain = 0.0
+    price = 0.3
+    length.price = lambda request, batch: price
+    for _ in range(data.draw(st.integers(1, 60))):
+        price = data.draw(st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.5]))
+        limit = data.draw(st.integers(0, 20))
+        request = DraftState("a", context=5000, view=500, drafted=0, limit=limit)
+        shortest, longest = length.choose(request, 1)
+        assert 0 <= shortest <= longest <= min(limit, 16)
+        k = data.draw(st.integers(shortest, longest))
+        accepted = data.draw(st.integers(0, k))
+        length.settle("a", k, accepted)
+        spent += 1 + k * price
+        plain += accepted + 1
+        assert spent <= (1 + LOSS_SHARE) * plain + START_CREDIT + 1e-9
+
+
+def test_gained_credit_is_capped():
+    """A long good run does not pay for a long bad one: losing needs at most the maximum credit."""
+    length = AdaptiveLength(16, CostModel())
+    length.price = lambda request, batch: 0.2
+    request = DraftState("a", context=5000, view=500, drafted=0, limit=100)
+    for _ in range(200):
+        k = length.choose(request, 1).longest
+        length.settle("a", k, k)
+    lost = 0.0
+    for _ in range(200):
+        k = length.choose(request, 1).longest
+        length.settle("a", k, 0)
+        lost += k * 0.2
+    assert 0 < lost <= MAX_CREDIT + 200 * LOSS_SHARE
+
+
+def test_fixed_length_obeys_the_limit():
+    request = DraftState("a", context=5000, view=500, drafted=0, limit=3)
+    assert FixedLength(8).choose(request, 1) == (3, 3)
+    assert FixedLength(2).choose(request, 1) == (2, 2)

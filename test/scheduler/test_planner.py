@@ -1,0 +1,118 @@
+"""One plan per iteration, for requests that come, go, stop early and run into their limit."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_vericache.core import Action, DraftState
+from sglang_vericache.scheduler import Planner
+
+
+def state(rid="a", drafted=0, limit=100, stop=False):
+    return DraftState(rid, 5000, 500, drafted, limit, stop)
+
+
+def rounds(planner, count, **options):
+    """Draft lengths of the next ``count`` rounds of a request that is alone."""
+    lengths, drafted = [], 0
+    while len(lengths) < count:
+        (action,) = planner.plan([state(drafted=drafted, **options)])
+        if action is Action.VERIFY:
+            planner.settle("a", drafted, drafted)
+            lengths.append(drafted)
+            drafted = 0
+        else:
+            drafted += 1
+        planner.observe(0.01)
+    return lengths
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 16])
+def test_a_lone_request_drafts_k_tokens_a_round(k):
+    assert rounds(Planner.fixed(k), 5) == [k] * 5
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_no_more_than_the_limit(limit):
+    assert rounds(Planner.fixed(8), 3, limit=limit) == [limit] * 3
+
+
+def test_a_limit_that_shrinks_within_a_round_verifies():
+    planner = Planner.fixed(8)
+    assert planner.plan([state()]) == [Action.DRAFT]
+    assert planner.plan([state(drafted=1, limit=1)]) == [Action.VERIFY]
+    assert rounds(planner, 2) == [8, 8]
+
+
+def test_early_stop_verifies_and_frees_the_phase():
+    planner = Planner.fixed(8)
+    assert planner.plan([state(stop=True)]) == [Action.DRAFT], "there is nothing to verify yet"
+    assert planner.plan([state(drafted=1, stop=True)]) == [Action.VERIFY]
+    assert sum(planner.phases()) == 0
+    assert rounds(planner, 2) == [8, 8]
+
+
+@pytest.mark.parametrize(("batch", "k"), [(8, 1), (8, 4), (8, 8), (23, 4)])
+def test_about_one_in_k_plus_1_verifies(simulation, batch, k):
+    server = simulation(Planner.fixed(k))
+    server.add(batch, 0.5)
+    assert max(server.run(20 * (k + 1)).verifying) <= math.ceil(batch / (k + 1))
+
+
+def test_verify_work_stays_spread_with_adaptive_lengths(simulation):
+    server = simulation(Planner.adaptive(16), pair=1e-7)
+    server.add(16, 0.9, context=30_000, view=1000)
+    server.run(600)
+    steady = server.verifying[200:]
+    mean = sum(steady) / len(steady)
+    assert 1 < mean < 8, "precondition: most requests draft"
+    assert max(steady) <= 2 * mean + 2
+
+
+def test_a_missing_request_is_forgotten():
+    planner = Planner.fixed(3)
+    planner.plan([state("a"), state("b")])
+    planner.plan([state("b", drafted=1)])
+    assert sum(planner.phases()) == 1
+    assert planner.plan([]) == []
+    assert sum(planner.phases()) == 0
+
+
+def test_drafts_of_a_forgotten_round_are_verified_at_once():
+    planner = Planner.fixed(8)
+    planner.plan([state()])
+    planner.plan([])
+    assert planner.plan([state(drafted=1)]) == [Action.VERIFY]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_course_of_events(data):
+    """Whatever happens: drafts stay within k and the limit, and every round ends."""
+    k = data.draw(st.integers(0, 6))
+    adaptive = data.draw(st.booleans())
+    planner = Planner.adaptive(k) if adaptive else Planner.fixed(k)
+    drafted: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        arriving = data.draw(st.sets(st.integers(0, 7), max_size=2))
+        leaving = data.draw(st.sets(st.integers(0, 7), max_size=1))
+        for rid in arriving:
+            drafted.setdefault(rid, 0)
+        for rid in leaving:
+            drafted.pop(rid, None)
+        limit = data.draw(st.integers(0, 9))
+        stops = data.draw(st.sets(st.integers(0, 7), max_size=2))
+        requests = [state(rid, n, max(limit, n), rid in stops) for rid, n in drafted.items()]
+        actions = planner.plan(requests)
+        planner.observe(data.draw(st.floats(1e-4, 10)))
+        for request, action in zip(requests, actions, strict=True):
+            if action is Action.VERIFY:
+                accepted = data.draw(st.integers(0, request.drafted))
+                planner.settle(request.rid, request.drafted, accepted)
+                drafted[request.rid] = 0
+            else:
+                assert request.drafted < min(k, request.limit)
+                drafted[request.rid] += 1
+        assert sum(planner.phases()) <= len(drafted)
