@@ -80,9 +80,10 @@ def ensure_shared(venvs: Path) -> Path:
 def ensure_overlay(shared: Path) -> None:
     """``.venv`` of this checkout on top of the shared environment."""
     stamp = OVERLAY / COMPLETE
-    inputs = [REPO / "pyproject.toml", KERNELS / "pyproject.toml", Path(__file__)]
-    version = REPO / "python" / "sglang_vericache" / "__init__.py"
-    wanted = digest([*inputs, version], str(shared), str(REPO))
+    names = ["pyproject.toml", "setup.py", "sgl-kernel-ext/pyproject.toml"]
+    names += ["python/sglang_vericache.pth", "python/sglang_vericache/__init__.py"]
+    inputs = [Path(__file__), *(REPO / name for name in names)]
+    wanted = digest(inputs, str(shared), str(REPO))
     if stamp.exists() and stamp.read_text() == wanted:
         return
     say(f"creating {OVERLAY}")

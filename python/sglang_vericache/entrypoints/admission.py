@@ -1,0 +1,160 @@
+"""What a request may ask for, checked in the tokenizer manager before a scheduler sees it.
+
+A ``ValueError`` raised there is HTTP 400 on every endpoint and reaches the caller of ``Engine``.
+On a stock server all of this is inert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from sglang_vericache.compressors import Settings, create
+from sglang_vericache.config import VeriCacheConfig, config_of
+from sglang_vericache.hooks import Hook
+from sglang_vericache.sampling.requests import assign_seed, check_supported
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+KEY = "vericache"
+WHERE = f"custom_params.{KEY}"
+NARROWABLE = tuple(field.name for field in fields(Settings) if field.name != "seed")
+OPTIONS = ("enabled", "unverified", "draft_len", *NARROWABLE)
+
+
+def check_options(asked: Any, config: VeriCacheConfig) -> None:
+    """Check a request's own ``custom_params.vericache``.
+
+    Args:
+        asked: the value as it came: ``enabled`` and ``unverified`` (bool), ``draft_len`` (int) and
+            the compressor settings ``NARROWABLE``.
+        config: of the server; no number may exceed its own.
+
+    Raises:
+        ValueError: names the key and what is supported.
+    """
+    if not isinstance(asked, Mapping):
+        raise ValueError(f"{WHERE} must be an object, not {asked!r}")
+    for key in asked:
+        if key not in OPTIONS:
+            raise ValueError(f"{WHERE}: unknown key {key!r}; supported: {', '.join(OPTIONS)}")
+    for key in ("enabled", "unverified"):
+        if not isinstance(asked.get(key, False), bool):
+            raise ValueError(f"{WHERE}.{key} must be true or false, not {asked[key]!r}")
+    if asked.get("unverified"):
+        if not config.allow_unverified:
+            raise ValueError(
+                f"{WHERE}.unverified is refused here: start the server with "
+                "--vericache-allow-unverified"
+            )
+        if not asked.get("enabled", True):
+            raise ValueError(f"{WHERE}.unverified needs drafts; leave out enabled: false")
+    _check_draft_len(asked.get("draft_len", 0), config.reserved_draft_len)
+    try:
+        narrowed = {key: asked[key] for key in NARROWABLE if key in asked}
+        create(config.compressor, config.compressor_settings.narrowed(narrowed))
+    except ValueError as error:
+        raise ValueError(f"{WHERE}: {error}") from None
+
+
+def _check_draft_len(value: Any, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(
+            f"{WHERE}.draft_len must be a whole number in 0..{most} on this server, not {value!r}"
+        )
+
+
+def admit(tokenized: Any, self: TokenizerManager, *args: Any, **kwargs: Any) -> None:
+    """``TokenizerManager._create_tokenized_object`` after: refuse what would not be honoured."""
+    config = config_of(self.server_args)
+    if config is None or not _generates(tokenized):
+        return
+    check_supported(tokenized, config)
+    asked = (tokenized.sampling_params.custom_params or {}).get(KEY)
+    if asked is not None:
+        check_options(asked, config)
+
+
+def seed_one(self: TokenizerManager, tokenized_obj: TokenizedGenerateReqInput) -> None:
+    """``TokenizerManager._send_one_request`` before: n > 1 samples are sent, so seeded, each."""
+    seed_batch(self, [tokenized_obj])
+
+
+def seed_batch(self: TokenizerManager, tokenized_objs: Sequence[TokenizedGenerateReqInput]) -> None:
+    """``TokenizerManager._send_batch_request`` before: an unseeded request gets its own seed."""
+    if config_of(self.server_args) is None:
+        return
+    for tokenized in tokenized_objs:
+        if _generates(tokenized):
+            assign_seed(tokenized)
+
+
+def _generates(tokenized: Any) -> bool:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    return isinstance(tokenized, TokenizedGenerateReqInput)
+
+
+async def take_extra_body(original: Any, self: Any, request: Any, raw_request: Any) -> Any:
+    """``OpenAIServingBase.handle_request`` around: ``vericache`` beside the OpenAI parameters.
+
+    The request classes drop fields they do not know, so it is read from the body, which Starlette
+    keeps parsed, and moved to where the native API has it.
+    """
+    on = config_of(self.tokenizer_manager.server_args) is not None
+    if on and hasattr(request, "custom_params") and isinstance(raw_request, Request):
+        body = await raw_request.json()
+        if KEY in body:
+            given = request.custom_params or {}
+            if KEY in given:
+                message = f"{KEY} was given twice: in custom_params and beside it"
+                return self.create_error_response(message)
+            request.custom_params = {**given, KEY: body[KEY]}
+    return await original(self, request, raw_request)
+
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+HOOKS = (
+    Hook(
+        f"{_MANAGER}._create_tokenized_object",
+        (
+            "self",
+            "obj",
+            "input_text",
+            "input_ids",
+            "input_embeds",
+            "mm_inputs",
+            "token_type_ids",
+        ),
+        "after",
+        admit,
+        "no door for a plugin's own checks of a request",
+    ),
+    Hook(
+        f"{_MANAGER}._send_one_request",
+        ("self", "tokenized_obj"),
+        "before",
+        seed_one,
+        "unseeded requests share one generator, whose state depends on the batch",
+    ),
+    Hook(
+        f"{_MANAGER}._send_batch_request",
+        ("self", "tokenized_objs"),
+        "before",
+        seed_batch,
+        "unseeded requests share one generator, whose state depends on the batch",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        ("self", "request", "raw_request"),
+        "around",
+        take_extra_body,
+        "OpenAI request classes drop the unknown field vericache",
+    ),
+)

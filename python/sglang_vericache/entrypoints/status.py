@@ -1,0 +1,189 @@
+"""``GET /vericache`` and ``meta_info["vericache"]``: what drafting and verifying did so far.
+
+The counters live in the scheduler processes. They travel with SGLang's own internal state, which
+the HTTP process asks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sglang_vericache import __version__
+from sglang_vericache.config import config_of
+from sglang_vericache.core import Counters
+from sglang_vericache.entrypoints import metrics
+from sglang_vericache.hooks import Hook
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from sglang.srt.managers.scheduler_components.internal_state import (
+        SchedulerInternalStateController,
+    )
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from sglang_vericache.speculative.worker import VeriCacheWorker
+
+KEY = "vericache"
+PATH = "/vericache"
+COST_TERMS = ("fixed", "draft_row", "draft_key", "verify_row", "verify_key", "verify_pair")
+
+
+def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
+    """State of one scheduler as JSON-ready values.
+
+    Returns:
+        ``counters`` (raw, see ``merged_counters``), ``phases`` (verify passes booked for each of
+        the coming iterations), ``running`` (requests with the drafts they hold, the most they may
+        hold, and how many of how many tokens their view keeps) and ``cost_seconds`` (what the
+        planner believes each unit of work costs).
+    """
+    counters = asdict(worker.counters)
+    for field in ("drafted_at", "accepted_at"):  # msgpack and JSON want strings as keys
+        counters[field] = [counters[field][m] for m in range(len(counters[field]))]
+    running = [
+        {
+            "rid": state.req.rid,
+            "context": len(state.req.origin_input_ids) + len(state.req.output_ids),
+            "drafts": len(state.drafts),
+            "draft_len_limit": state.limit,
+            "view_kept": state.view_kept,
+            "view_length": state.view_length,
+        }
+        for state in worker.requests._states.values()
+        if not state.req.finished()
+    ]
+    costs = worker.planner._cost.coefficients()
+    return {
+        "counters": counters,
+        "phases": worker.planner.phases(),
+        "running": running,
+        "cost_seconds": dict(zip(COST_TERMS, costs, strict=True)),
+    }
+
+
+def add_status(result: None, self: SchedulerInternalStateController, state: dict[str, Any]) -> None:
+    """``SchedulerInternalStateController._add_speculative`` after: in the scheduler process."""
+    from sgl_kernel_ext import active
+
+    if config_of(self.scheduler.server_args) is None:
+        return
+    worker: Any = self.scheduler.draft_worker
+    state[KEY] = {"kernels": active()} | (worker_status(worker) if worker is not None else {})
+
+
+def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sum of all data-parallel ranks' counters, with the shares that follow from them."""
+    total = Counters()
+    for rank in ranks:
+        for name, value in rank.get("counters", {}).items():
+            if isinstance(value, list):
+                getattr(total, name).update(Counter(dict(enumerate(value))))
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    passes = total.verify_passes + total.plain_passes
+    return {
+        "drafted": total.drafted,
+        "accepted": total.accepted,
+        "acceptance": total.acceptance,
+        "acceptance_by_position": total.acceptance_by_position(),
+        "verify_passes": total.verify_passes,
+        "plain_passes": total.plain_passes,
+        "committed": total.accepted + passes,
+        "kv_bytes_read": total.kv_bytes_read,
+        "rounds_by_length": {
+            str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
+        },
+    }
+
+
+async def status(manager: TokenizerManager) -> dict[str, Any] | None:
+    """What ``GET /vericache`` answers; None when the server runs stock SGLang.
+
+    ``counters`` sums the entries of ``ranks``, one for each data-parallel rank (``worker_status``).
+    """
+    config = config_of(manager.server_args)
+    if config is None:
+        return None
+    ranks = [state[KEY] for state in await manager.get_internal_state()]
+    counters = merged_counters(ranks)
+    for rank in ranks:
+        rank.pop("counters", None)
+    return {
+        "version": __version__,
+        "config": config.as_dict(),
+        "counters": counters,
+        "ranks": ranks,
+    }
+
+
+def add_route(result: None, global_state: Any) -> None:
+    """``http_server.set_global_state`` after: in every HTTP process, before it serves."""
+    from sglang.srt.entrypoints.http_server import app
+
+    install_route(app, global_state.tokenizer_manager)
+
+
+def install_route(app: FastAPI, manager: TokenizerManager) -> None:
+    """Add ``GET /vericache`` to ``app``."""
+    from fastapi.responses import ORJSONResponse
+
+    async def get_vericache() -> ORJSONResponse:
+        """Configuration, counters and phases of VeriCache."""
+        found = await status(manager)
+        if found is None:
+            message = (
+                "this server runs stock SGLang; start it with --vericache-* flags or "
+                "python -m sglang_vericache.launch_server"
+            )
+            return ORJSONResponse({"error": {"message": message}}, status_code=404)
+        return ORJSONResponse(found)
+
+    app.add_api_route(PATH, get_vericache, methods=["GET"])
+
+
+def add_meta_info(
+    result: None, self: TokenizerManager, meta_info: dict[str, Any], recv_obj: Any, i: int
+) -> None:
+    """``TokenizerManager._calculate_spec_decoding_metrics`` after: counts of one response.
+
+    ``verify_passes`` counts every pass over the full KV, those without drafts included. The stock
+    function takes the reserved draft length of every pass for what was drafted.
+    """
+    config = config_of(self.server_args)
+    passes = getattr(recv_obj, "spec_verify_ct", None)
+    if config is None or not config.enabled or not passes:
+        return
+    drafted, accepted = recv_obj.spec_num_cap_tokens[i], recv_obj.spec_num_correct_drafts[i]
+    meta_info[KEY] = {"drafted": drafted, "accepted": accepted, "verify_passes": passes[i]}
+    if "spec_accept_rate" in meta_info:
+        meta_info["spec_num_proposed_drafts"] = drafted
+        meta_info["spec_accept_rate"] = accepted / drafted if drafted else 0.0
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.managers.scheduler_components.internal_state."
+        "SchedulerInternalStateController._add_speculative",
+        ("self", "state"),
+        "after",
+        add_status,
+        "no door for the state of a plugin's worker",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server.set_global_state",
+        ("global_state",),
+        "after",
+        add_route,
+        "no door for routes of a plugin",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        ("self", "meta_info", "recv_obj", "i"),
+        "after",
+        add_meta_info,
+        "takes the reserved draft length of every pass for what was drafted",
+    ),
+    *metrics.HOOKS,
+)
