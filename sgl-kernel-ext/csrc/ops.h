@@ -1,8 +1,8 @@
 #pragma once
-#include <torch/extension.h>
+// Not torch/extension.h: it pulls in the whole C++ frontend and doubles the build time.
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace sgl_ext {
 void bind_attention(pybind11::module_& m);  // attention.cpp
-void bind_linear(pybind11::module_& m);     // linear.cpp
-void bind_fused(pybind11::module_& m);      // fused.cpp
 }  // namespace sgl_ext

@@ -1,0 +1,36 @@
+// The linear and fused ops; semantics in sgl_kernel_ext/linear.py and fused.py.
+// Tensor.h only: ATen.h and pybind11 headers take longer to compile than the kernels.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace sgl_ext {
+
+using at::Tensor;
+using MaybeTensor = std::optional<at::Tensor>;
+
+// linear.cpp
+Tensor pack_weight(const Tensor& weight);
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
+              const MaybeTensor& out);
+
+// fused.cpp
+Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps, const MaybeTensor& out);
+void fused_add_rmsnorm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps);
+Tensor silu_and_mul(const Tensor& x, const MaybeTensor& out);
+
+// argmax.cpp
+Tensor argmax_rows(const Tensor& x);
+
+// rope.cpp
+void rotary(const Tensor& positions, const Tensor& q, const Tensor& k, int64_t head_size,
+            const Tensor& cos_sin_cache, bool is_neox);
+void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
+              const Tensor& loc);
+void rope_store_kv(const Tensor& positions, const Tensor& q, const Tensor& k, const Tensor& v,
+                   int64_t head_size, const Tensor& cos_sin_cache, bool is_neox,
+                   const Tensor& k_pool, const Tensor& v_pool, const Tensor& loc);
+Tensor gather_rows(const Tensor& source, const Tensor& index);
+
+}  // namespace sgl_ext

@@ -1,0 +1,37 @@
+"""Row-invariant attention, linear and fused ops for SGLang.
+
+A row's bits depend on that row alone: not on how many rows share a call, nor on threads. CPU
+tensors run C++ (the best instruction set built and supported), CUDA tensors Triton, and torch
+references define what each op means.
+"""
+
+from sgl_kernel_ext._loader import active
+from sgl_kernel_ext.attention import key_scores, ragged_attention
+from sgl_kernel_ext.fused import (
+    argmax_rows,
+    fused_add_rmsnorm,
+    gather_rows,
+    rmsnorm,
+    rope_store_kv,
+    rotary,
+    silu_and_mul,
+    store_kv,
+)
+from sgl_kernel_ext.linear import PackedWeight, linear, pack_weight
+
+__all__ = [
+    "PackedWeight",
+    "active",
+    "argmax_rows",
+    "fused_add_rmsnorm",
+    "gather_rows",
+    "key_scores",
+    "linear",
+    "pack_weight",
+    "ragged_attention",
+    "rmsnorm",
+    "rope_store_kv",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
+]
