@@ -7,7 +7,6 @@ the HTTP process asks for.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sglang_vericache import __version__
@@ -39,9 +38,12 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
         hold, and how many of how many tokens their view keeps) and ``cost_seconds`` (what the
         planner believes each unit of work costs).
     """
-    counters = asdict(worker.counters)
-    for field in ("drafted_at", "accepted_at"):  # msgpack and JSON want strings as keys
-        counters[field] = [counters[field][m] for m in range(len(counters[field]))]
+    # NOTE: no asdict: it makes a Counter of the items of a Counter. Lists, because msgpack and JSON
+    # want strings as keys.
+    counters = {
+        name: [value[m] for m in range(len(value))] if isinstance(value, Counter) else value
+        for name, value in vars(worker.counters).items()
+    }
     running = [
         {
             "rid": state.req.rid,

@@ -1,0 +1,67 @@
+"""What ``custom_params.vericache`` of a request may hold."""
+
+import pytest
+
+from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.entrypoints.admission import OPTIONS, check_options
+
+SERVER = VeriCacheConfig(ratio=0.25, draft_len=8, settings={"window": 16})
+LOSSY = VeriCacheConfig(allow_unverified=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"enabled": False},
+        {"enabled": True, "unverified": False},
+        {"draft_len": 0},
+        {"draft_len": 8, "ratio": 0.25, "window": 16, "sinks": 0},
+    ],
+)
+def test_accepted(asked):
+    check_options(asked, SERVER)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"enabeld": False}, ["enabeld", *OPTIONS]),
+        ({"seed": 1}, ["seed", "ratio"]),
+        ({"enabled": "no"}, ["enabled", "true or false", "'no'"]),
+        ({"enabled": 0}, ["enabled", "0"]),
+        ({"unverified": True}, ["unverified", "--vericache-allow-unverified"]),
+        ({"draft_len": 9}, ["draft_len", "0..8", "9"]),
+        ({"draft_len": -1}, ["draft_len", "-1"]),
+        ({"draft_len": True}, ["draft_len", "True"]),
+        ({"draft_len": 2.0}, ["draft_len", "2.0"]),
+        ({"draft_len": None}, ["draft_len", "None"]),
+        ({"ratio": 0.5}, ["ratio", "0.25", "0.5"]),
+        ({"ratio": 0}, ["ratio", "0"]),
+        ({"ratio": -0.1}, ["ratio", "-0.1"]),
+        ({"ratio": "0.1"}, ["ratio", "0.1"]),
+        ({"window": 32}, ["window", "16", "32"]),
+        ({"window": 0}, ["window", "0"]),
+        ({"kernel": 4}, ["kernel", "odd"]),
+        ([], ["object", "[]"]),
+        (False, ["object", "False"]),
+    ],
+)
+def test_refused_with_reason(asked, words):
+    with pytest.raises(ValueError) as error:
+        check_options(asked, SERVER)
+    for word in ("custom_params.vericache", *words):
+        assert word in str(error.value)
+
+
+def test_unverified_needs_the_flag_and_drafts():
+    check_options({"unverified": True}, LOSSY)
+    with pytest.raises(ValueError, match="enabled"):
+        check_options({"unverified": True, "enabled": False}, LOSSY)
+
+
+def test_checked_alike_when_off():
+    off = VeriCacheConfig(mode="off", draft_len=8)
+    check_options({"draft_len": 8}, off)
+    with pytest.raises(ValueError, match="draft_len"):
+        check_options({"draft_len": 9}, off)
