@@ -7,6 +7,7 @@ On a stock server all of this is inert.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -74,10 +75,14 @@ def admit(tokenized: Any, self: TokenizerManager, *args: Any, **kwargs: Any) -> 
     config = config_of(self.server_args)
     if config is None or not _generates(tokenized):
         return
-    check_supported(tokenized, config)
-    asked = (tokenized.sampling_params.custom_params or {}).get(KEY)
+    params = tokenized.sampling_params
+    asked = (params.custom_params or {}).get(KEY)
     if asked is not None:
         check_options(asked, config)
+    others = copy(tokenized)
+    others.sampling_params = copy(params)
+    others.sampling_params.custom_params = None
+    check_supported(others, config)
 
 
 def seed_one(self: TokenizerManager, tokenized_obj: TokenizedGenerateReqInput) -> None:
