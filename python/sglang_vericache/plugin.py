@@ -22,9 +22,10 @@ def register() -> None:
         from sglang_vericache.attention.backend import register_backend
         from sglang_vericache.speculative.algorithm import register_algorithm
 
-        register_algorithm()
+        entries = table()
+        register_algorithm(check=lambda: hooks.assert_applied(entries))
         register_backend()
-        hooks.register(table())
+        hooks.register(entries)
     except Exception as error:
         print(f"sglang-vericache cannot start: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
@@ -47,7 +48,7 @@ def table() -> tuple[Hook, ...]:
         ),
         Hook(
             "sglang.srt.server_args.ServerArgs.from_cli_args",
-            ("cls", "args"),
+            ("args",),
             "around",
             _server_args_from_cli,
             "the record has no place for settings of a plugin",

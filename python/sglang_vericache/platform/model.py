@@ -18,9 +18,11 @@ def after_load(result: None, self: ModelRunner) -> None:
     """
     if config_of(self.server_args) is None or self.device != "cpu":
         return
-    from sglang_vericache.platform.layers import install
+    from sglang_vericache.platform import layers, llama
 
-    install(self.model)
+    layers.install(self.model)
+    if llama.supports(self.model):
+        llama.install(self.model, lambda: self.attn_backend)
 
 
 HOOKS: tuple[Any, ...] = (

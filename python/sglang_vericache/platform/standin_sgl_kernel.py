@@ -15,11 +15,11 @@ import torch
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
 ) -> None:
-    """Called once by the pool constructor as a warm-up with empty locations.
+    """The pool constructor warms it up by copying a slot onto itself; nothing else calls it.
 
     VeriCache never moves KV rows: rejected positions are freed by moving a length back.
     """
-    if tgt_loc.numel() or src_loc.numel():
+    if not torch.equal(tgt_loc, src_loc):
         raise NotImplementedError("sgl_kernel.copy_all_layer_kv_cache_cpu needs the CPU wheel")
 
 

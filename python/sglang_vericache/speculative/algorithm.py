@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,9 +53,12 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         return self.factory(server_args)
 
 
-def register_algorithm() -> None:
+def register_algorithm(check: Callable[[], None]) -> None:
+    """Register VERICACHE; ``check`` runs in the scheduler before its worker is made."""
+
     @SpeculativeAlgorithm.register(NAME, spec_class=VeriCacheAlgorithm)
     def worker_class(server_args: Any) -> type:
+        check()
         from sglang_vericache.speculative.worker import VeriCacheWorker
 
         return VeriCacheWorker

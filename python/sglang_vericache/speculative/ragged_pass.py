@@ -31,78 +31,71 @@ class RaggedPass:
 
     Attributes:
         states, actions: the requests and what each does.
-        lens: rows of each request.
-        input_ids, positions: int64 ``[R]``.
         layout: what settling needs to know about the rows.
+        input_ids: int64 ``[R]``.
+        rows: the kernel's arguments.
     """
 
     states: Sequence[RequestState]
     actions: Sequence[Action]
-    lens: list[int]
-    input_ids: Tensor
-    positions: Tensor
     layout: RowLayout
+    input_ids: Tensor
+    rows: Rows
 
     @classmethod
-    def build(cls, states: Sequence[RequestState], actions: Sequence[Action]) -> RaggedPass:
-        input_ids: list[int] = []
-        positions: list[int] = []
-        depth: list[int] = []
-        lens: list[int] = []
-        for state, action in zip(states, actions, strict=True):
-            drafts, committed = state.drafts, state.req.kv.kv_committed_len
-            first = 0 if action is Action.VERIFY else len(drafts)
-            tokens = [state.req.output_ids[-1], *drafts]
-            input_ids.extend(tokens[first:])
-            depth.extend(range(first, len(tokens)))
-            positions.extend(range(committed + first, committed + len(tokens)))
-            lens.append(len(tokens) - first)
-        repeats = torch.tensor(lens)
-        where = torch.tensor(positions)
-        layout = RowLayout(
-            req_index=torch.repeat_interleave(torch.arange(len(lens)), repeats),
-            depth=torch.tensor(depth),
-            positions=where,
-            drafts=[state.drafts for state in states],
-            verifying=[
-                action is Action.VERIFY or state.unverified
-                for state, action in zip(states, actions, strict=True)
-            ],
-        )
-        return cls(states, actions, lens, torch.tensor(input_ids), where, layout)
-
-    def place(self, batch: ScheduleBatch, store: ViewStore, slots: int, capture: Tensor | None) -> None:
-        """Turn the decode batch into this pass: the scheduler restores it afterwards.
+    def build(
+        cls,
+        states: Sequence[RequestState],
+        actions: Sequence[Action],
+        req_row: Tensor,
+        store: ViewStore,
+        capture: bool,
+    ) -> RaggedPass:
+        """Lay out the rows.
 
         Args:
-            batch: the scheduler's batch, in decode mode.
+            req_row: int64 ``[G]``, the requests' rows of ``req_to_token``.
             store: filed draft views.
-            slots: KV slots reserved per request and iteration.
-            capture: rows whose queries the attention backend keeps, or None.
+            capture: keep the queries of rows that verify drafts, for the next compression.
         """
-        device = batch.device
-        req_row = batch.req_pool_indices
-        lens = torch.tensor(self.lens, dtype=torch.int32)
-        q_indptr = torch.zeros(len(self.lens) + 1, dtype=torch.int32)
-        torch.cumsum(lens, 0, dtype=torch.int32, out=q_indptr[1:])
-        ends = self.positions[q_indptr[1:].long() - 1] + 1
-        starts = torch.zeros(len(self.lens), dtype=torch.int32)
-        drafting = torch.zeros(len(self.lens), dtype=torch.int32)
-        for i, (state, action) in enumerate(zip(self.states, self.actions, strict=True)):
-            if action is Action.DRAFT and state.view_length:
-                starts[i] = state.view_length
-                drafting[i] = 1
-        rows = Rows(
-            q_indptr=q_indptr.to(device),
-            req_row=req_row.to(torch.int32),
-            tail_start=starts.to(device),
-            tail_end=ends.to(device, torch.int32),
-            views=store.lists(req_row, drafting.to(device)) if bool(drafting.any()) else None,
-            captured=capture,
+        device = req_row.device
+        verifies = [action is Action.VERIFY for action in actions]
+        layout = RowLayout.build(
+            drafts=[state.drafts for state in states],
+            verifying=[v or s.unverified for v, s in zip(verifies, states, strict=True)],
+            committed_lens=[state.committed for state in states],
+            device=device,
         )
-        positions = self.positions.to(device)
-        table = batch.req_to_token_pool.req_to_token
+        tokens: list[int] = []
+        captured: list[int] = []
+        heads, tail_start, tail_end, drafting = [0], [], [], []
+        for state, verify in zip(states, verifies, strict=True):
+            sequence = [state.req.output_ids[-1], *state.drafts]
+            tokens.extend(sequence if verify else sequence[-1:])
+            if capture and verify and state.drafts:
+                captured.extend(range(heads[-1], len(tokens)))
+            heads.append(len(tokens))
+            reads_view = not verify and state.view_length > 0
+            drafting.append(int(reads_view))
+            tail_start.append(state.view_length if reads_view else 0)
+            tail_end.append(state.committed + len(sequence))
+        groups = torch.tensor([tail_start, tail_end, drafting], dtype=torch.int32).to(device)
+        rows = Rows(
+            q_indptr=torch.tensor(heads, dtype=torch.int32).to(device),
+            req_row=req_row.to(torch.int32),
+            tail_start=groups[0],
+            tail_end=groups[1],
+            views=store.lists(req_row, groups[2]) if any(drafting) else None,
+            captured=torch.tensor(captured).to(device) if captured else None,
+        )
+        return cls(states, actions, layout, torch.tensor(tokens).to(device), rows)
+
+    def place(self, batch: ScheduleBatch, slots: int) -> None:
+        """Turn the decode batch into this pass; the scheduler restores it afterwards."""
+        layout, table = self.layout, batch.req_to_token_pool.req_to_token
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = self.input_ids.to(device)
-        batch.out_cache_loc = table[req_row[self.layout.req_index], positions].long()
-        batch.spec_info = RaggedInput(slots, positions, rows)
+        batch.input_ids = self.input_ids
+        batch.out_cache_loc = table[
+            batch.req_pool_indices[layout.req_index], layout.positions
+        ].long()
+        batch.spec_info = RaggedInput(slots, layout.positions, self.rows)

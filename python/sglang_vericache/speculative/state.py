@@ -53,13 +53,18 @@ class RequestState:
         """The request's row of ``req_to_token``."""
         return self.req.kv.req_pool_idx
 
+    @property
+    def committed(self) -> int:
+        """Tokens with exact KV: all but the last one generated."""
+        return self.req.kv.kv_committed_len
+
     def add_queries(self, queries: Tensor, window: int) -> None:
         """Remember the queries of tokens just accepted, ``[L, n, HQ, D]``."""
         _append(self.queries, queries, window)
 
     def draft_state(self, min_context: int, context_limit: int) -> DraftState:
         """What the planner is told."""
-        context = self.req.kv.kv_committed_len + 1
+        context = self.committed + 1
         left = self.req.sampling_params.max_new_tokens - len(self.req.output_ids)
         limit = min(self.limit, left - 1, context_limit - context)
         if context < min_context:
@@ -75,7 +80,7 @@ class RequestState:
     @property
     def draft_keys(self) -> float:
         """Keys that its next drafting row attends to (an estimate before a view was chosen)."""
-        committed = self.req.kv.kv_committed_len
+        committed = self.committed
         rows = 1 + len(self.drafts)
         if not self.has_view:
             return self.settings.budget.tokens(committed) + rows

@@ -9,8 +9,6 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_vericache import hooks, plugin
-from sglang_vericache.attention.rows import last_rows
 from sglang_vericache.config import config_of
 from sglang_vericache.core import Action, Counters
 from sglang_vericache.sampling.settle import Settled, settle, write_logprobs
@@ -40,7 +38,6 @@ class VeriCacheWorker(BaseSpecWorker):
         self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
     ):
         super().__init__()
-        hooks.assert_applied(plugin.table())
         config = config_of(server_args)
         assert config is not None and config.enabled
         self.config = config
@@ -107,23 +104,14 @@ class VeriCacheWorker(BaseSpecWorker):
         for state, action in zip(states, chosen, strict=True):
             if action is Action.DRAFT and not state.has_view:
                 self.chooser.choose(state)
-        return RaggedPass.build(states, chosen)
+        capture = self.chooser.query_rows > 0 and self.config.refresh != 0
+        return RaggedPass.build(
+            states, chosen, batch.req_pool_indices, self.chooser.store, capture
+        )
 
     def _forward(self, batch: ScheduleBatch, step: RaggedPass) -> LogitsProcessorOutput:
         """One pass of the target model over all rows; logits ``[R, V]``."""
-        capture = None
-        if self.chooser.query_rows and self.config.refresh != 0:
-            lens = [
-                n if action is Action.VERIFY and state.drafts else 0
-                for n, action, state in zip(step.lens, step.actions, step.states, strict=True)
-            ]
-            step_rows = last_rows(step.lens, self.slots)
-            keep = torch.repeat_interleave(
-                torch.tensor([n > 0 for n in lens]), torch.tensor(step.lens)
-            )
-            if bool(keep.any()):
-                capture = step_rows[keep].to(batch.device)
-        step.place(batch, self.chooser.store, self.slots, capture)
+        step.place(batch, self.slots)
         return self.target_worker.forward_batch_generation(batch, is_verify=True).logits_output
 
     def _commit(
@@ -134,31 +122,26 @@ class VeriCacheWorker(BaseSpecWorker):
         settled: Settled,
     ) -> GenerationBatchResult:
         """Commit 0..k+1 tokens of each request through SGLang's own result path."""
-        bs = len(step.states)
-        tokens = torch.zeros((bs, self.slots), dtype=torch.int64)
-        ids = settled.token_ids.tolist()
+        tokens = torch.zeros((len(step.states), self.slots), dtype=torch.int64)
         queries = self.attention.take_queries()
-        at, captured = 0, 0
-        for i, (state, action, rows) in enumerate(
-            zip(step.states, step.actions, step.lens, strict=True)
-        ):
-            own, at = ids[at : at + rows], at + rows
-            accepted = settled.accept_len[i]
-            if action is Action.DRAFT and not state.unverified:
-                state.drafts.append(own[0])
+        captured = 0
+        for i, (state, action) in enumerate(zip(step.states, step.actions, strict=True)):
+            run, accepted = settled.tokens[i], settled.accept_len[i]
+            if accepted == 0:
+                state.drafts.append(run[0])
                 continue
-            tokens[i, :accepted] = torch.tensor(own[:accepted])
-            if state.unverified:
-                state.req.skip_radix_cache_insert = True  # its KV is not exact
+            tokens[i, :accepted] = torch.tensor(run)
+            if action is Action.DRAFT:  # unverified: its KV is not exact
+                state.req.skip_radix_cache_insert = True
                 continue
             drafted = len(state.drafts)
             if drafted and queries is not None:
                 fresh = queries[:, captured : captured + accepted]
-                captured += rows
-                self._round_ended(state, drafted, accepted - 1, fresh)
-            self._account(state, drafted, accepted - 1)
+                captured += drafted + 1
+                state.add_queries(fresh, self.chooser.query_rows)
+            self._end_round(state, drafted, accepted - 1)
         if batch.return_logprob:
-            write_logprobs(output, settled, self.slots)
+            write_logprobs(output, settled.logprobs, len(step.states), self.slots)
         accept_len = torch.tensor(settled.accept_len, dtype=torch.int32)
         return GenerationBatchResult(
             logits_output=output,
@@ -169,23 +152,21 @@ class VeriCacheWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.slots,
         )
 
-    def _account(self, state: RequestState, drafted: int, accepted: int) -> None:
+    def _end_round(self, state: RequestState, drafted: int, accepted: int) -> None:
+        """Count a verify pass; forget a view that has grown stale."""
         self.planner.settle(state.req.rid, drafted, accepted)
         self.counters.record_verify(drafted, accepted)
+        state.drafts = []
+        if drafted == 0:
+            return
         state.drafted += drafted
         state.req.spec_num_cap_tokens = state.drafted
-        state.drafts = []
-
-    def _round_ended(
-        self, state: RequestState, drafted: int, accepted: int, queries: torch.Tensor
-    ) -> None:
-        """Keep the queries of what was accepted; forget a view that has grown stale."""
-        state.add_queries(queries, self.chooser.query_rows)
         state.rounds += 1
         every = self.config.refresh
-        if state.dropper.refreshable and (
-            state.rounds >= every
-            if every
-            else state.rounds >= REFRESH_ROUNDS and accepted < REFRESH_BELOW * drafted
-        ):
+        stale = (
+            every is None
+            and state.rounds >= REFRESH_ROUNDS
+            and accepted < REFRESH_BELOW * drafted
+        )
+        if state.dropper.refreshable and (state.rounds >= every if every else stale):
             state.has_view = False  # chosen anew before the next draft
