@@ -46,6 +46,9 @@ def extension(isa: str) -> CppExtension:
             "-std=c++20",
             "-fopenmp",
             "-ffp-contract=off",
+            "-g0",
+            # gcc 12 warns about its own AVX-512 headers.
+            "-Wno-maybe-uninitialized",
             *ISA_FLAGS[isa],
         ],
     )

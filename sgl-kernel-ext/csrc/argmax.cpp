@@ -61,8 +61,7 @@ Tensor argmax_rows(const Tensor& x) {
     std::vector<int64_t> partial(rows.count * chunks);
     parallel_for(rows.count * chunks, [&](int64_t i) {
       const int64_t begin = i % chunks * kChunk;
-      partial[i] =
-          argmax_range(rows[i / chunks], begin, std::min(rows.width, begin + kChunk));
+      partial[i] = argmax_range(rows[i / chunks], begin, std::min(rows.width, begin + kChunk));
     });
     for (int64_t row = 0; row < rows.count; ++row) {
       winner[row] = partial[row * chunks];

@@ -1,4 +1,5 @@
-// RMSNorm (with residual add) and SiLU-and-multiply. Each rounds where SGLang's torch-native op does, so that bf16 results agree with it.
+// RMSNorm (with residual add) and SiLU-and-multiply. Each rounds where SGLang's torch-native op
+// does, so that bf16 results agree with it.
 #include <cmath>
 #include <vector>
 
@@ -53,11 +54,12 @@ void norm_row(const float* x, const T* weight, int64_t n, float eps, T* out) {
 
 void check_norm(const Tensor& x, const Tensor& weight) {
   TORCH_CHECK_VALUE(weight.dim() == 1 && weight.is_contiguous() && x.dim() >= 2 &&
-                        x.size(-1) == weight.size(0),
-                    "rmsnorm: weight must be [", x.size(-1), "], got ", weight.sizes());
+                        x.size(-1) == weight.size(0) && x.scalar_type() == weight.scalar_type(),
+                    "rmsnorm: weight must be a vector over the last dim of x ", x.sizes(), " ",
+                    x.scalar_type(), ", got ", weight.sizes(), " ", weight.scalar_type());
 }
 
-// Calls body(x row in fp32, offset of its end, row, column) for each group of `n` elements.
+// For each group of n elements: body(the group in fp32 as `load` gives it, row, column).
 template <class T, class Load, class Body>
 void for_norm_groups(const Rows<T>& x, int64_t n, const Load& load, const Body& body) {
   for_rows(x.count, x.width, kNormGrain, [&](int64_t row) {
@@ -82,8 +84,7 @@ Vec exp_neg(Vec x) {
 
 }  // namespace
 
-Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps,
-               const MaybeTensor& out) {
+Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps, const MaybeTensor& out) {
   check_norm(x, weight);
   Tensor y = out ? *out : at::empty(x.sizes(), x.options());
   TORCH_CHECK_VALUE(y.sizes() == x.sizes(), "rmsnorm: out must have the sizes of x");
@@ -126,8 +127,8 @@ void fused_add_rmsnorm(const Tensor& x, const Tensor& residual, const Tensor& we
 }
 
 Tensor silu_and_mul(const Tensor& x, const MaybeTensor& out) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) % 2 == 0,
-                    "silu_and_mul: x must be [M, 2N], got ", x.sizes());
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) % 2 == 0, "silu_and_mul: x must be [M, 2N], got ",
+                    x.sizes());
   const int64_t n = x.size(1) / 2;
   Tensor y = out ? *out : at::empty({x.size(0), n}, x.options());
   TORCH_CHECK_VALUE(y.dim() == 2 && y.size(0) == x.size(0) && y.size(1) == n,

@@ -32,7 +32,9 @@ using Input = std::conditional_t<std::is_same_v<T, c10::Half>, float, T>;
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8;
 template <int R>
-constexpr int kTileVecs = R == 1 ? 8 : R <= 4 ? 4 : 2;
+constexpr int kTileVecs = R == 1   ? 8
+                          : R <= 4 ? 4
+                                   : 2;
 #else
 constexpr int kTileRows = kNativeLanes == 8 ? 6 : 2;
 template <int R>

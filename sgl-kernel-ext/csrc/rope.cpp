@@ -25,9 +25,6 @@ Tensor checked_index(const Tensor& t, int64_t rows, int64_t limit, const char* n
 // operation; so does this.
 template <class T, class C>
 void rotate_head(T* x, const C* cos, const C* sin, int64_t half, bool is_neox) {
-  const auto rotated = [](Vec a, Vec cos_a, Vec b, Vec sin_b) {
-    return std::pair{round_to<T>(a * cos_a), round_to<T>(b * sin_b)};
-  };
   for (int64_t i = 0; i < half; i += kLanes) {
     const int n = static_cast<int>(std::min<int64_t>(kLanes, half - i));
     const Vec c = round_to<T>(load_n(cos + i, n)), s = round_to<T>(load_n(sin + i, n));
@@ -38,10 +35,8 @@ void rotate_head(T* x, const C* cos, const C* sin, int64_t half, bool is_neox) {
       for (int l = 0; l < n; ++l) a[l] = x[2 * (i + l)], b[l] = x[2 * (i + l) + 1];
     }
     const Vec va = load_n(a, n), vb = load_n(b, n);
-    const auto [ac, bs] = rotated(va, c, vb, s);
-    const auto [bc, as] = rotated(vb, c, va, s);
-    store_n(a, ac - bs, n);
-    store_n(b, bc + as, n);
+    store_n(a, round_to<T>(va * c) - round_to<T>(vb * s), n);
+    store_n(b, round_to<T>(vb * c) + round_to<T>(va * s), n);
     if (!is_neox)
       for (int l = 0; l < n; ++l) x[2 * (i + l)] = a[l], x[2 * (i + l) + 1] = b[l];
   }
@@ -54,9 +49,9 @@ class Rotary {
   Rotary(const Tensor& positions, int64_t rows, int64_t head_size, const Tensor& cache,
          bool is_neox)
       : cache_(cache), head_size_(head_size), dim_(cache.size(-1)), is_neox_(is_neox) {
-    TORCH_CHECK_VALUE(cache.dim() == 2 && cache.is_contiguous() && dim_ % 2 == 0 &&
-                          dim_ <= head_size,
-                      "rotary: cos_sin_cache must be [positions, rotary_dim <= head_size]");
+    TORCH_CHECK_VALUE(
+        cache.dim() == 2 && cache.is_contiguous() && dim_ % 2 == 0 && dim_ <= head_size,
+        "rotary: cos_sin_cache must be [positions, rotary_dim <= head_size]");
     fp32_cache_ = cache.scalar_type() == at::kFloat;
     TORCH_CHECK_VALUE(fp32_cache_ || cache.scalar_type() == c10::CppTypeToScalarType<T>::value,
                       "rotary: cos_sin_cache must be float32 or of the dtype of q");
@@ -87,8 +82,8 @@ class Rotary {
 template <class T>
 Rows<T> head_rows(const Tensor& t, int64_t head_size, const char* name) {
   const auto rows = rows_of<T>(t, name);
-  TORCH_CHECK_VALUE(head_size > 0 && rows.width % head_size == 0, name, " has rows of ",
-                    rows.width, " elements, not a multiple of head_size ", head_size);
+  TORCH_CHECK_VALUE(head_size > 0 && rows.width % head_size == 0, name, " has rows of ", rows.width,
+                    " elements, not a multiple of head_size ", head_size);
   return rows;
 }
 

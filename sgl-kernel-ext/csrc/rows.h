@@ -45,7 +45,8 @@ struct Rows {
 
 template <class T>
 Rows<T> rows_of(const at::Tensor& t, const char* name) {
-  TORCH_CHECK_VALUE(t.dim() >= 2 && t.device().is_cpu(), name, " must be a CPU tensor of 2 or more dims");
+  TORCH_CHECK_VALUE(t.dim() >= 2 && t.device().is_cpu(), name,
+                    " must be a CPU tensor of 2 or more dims");
   int64_t width = 1;
   for (int64_t d = t.dim() - 1; d > 0; --d) {
     TORCH_CHECK_VALUE(t.size(d) == 1 || t.stride(d) == width, name,
@@ -74,7 +75,8 @@ void dispatch(const at::Tensor& t, const char* name, const Body& body) {
   }
 }
 
-// body(row) for every row; one thread up to `grain` elements, since waking others costs microseconds.
+// body(row) for every row; one thread up to `grain` elements, since waking others costs
+// microseconds.
 template <class Body>
 void for_rows(int64_t count, int64_t width, int64_t grain, const Body& body) {
   const int64_t chunk = std::max<int64_t>(1, grain / std::max<int64_t>(1, width));
