@@ -166,9 +166,18 @@ def test_doctor_table_and_exit_code(monkeypatch, capsys):
         assert words in text
 
 
-def test_self_tests_pass():
-    for name in ("linear_rows", "attention_rows", "attention_reference", "negative_control"):
-        assert doctor.self_test(name)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_rows",
+        "attention_rows",
+        "attention_reference",
+        "scores_reference",
+        "negative_control",
+    ],
+)
+def test_self_tests_pass(name):
+    assert doctor.self_test(name)
 
 
 def test_self_tests_find_a_kernel_that_depends_on_the_batch(monkeypatch):

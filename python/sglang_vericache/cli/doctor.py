@@ -67,6 +67,7 @@ def checks() -> list[tuple[str, Callable[[], str]]]:
         ("row-invariant linear", lambda: self_test("linear_rows")),
         ("row-invariant attention", lambda: self_test("attention_rows")),
         ("attention vs reference", lambda: self_test("attention_reference")),
+        ("key scores vs reference", lambda: self_test("scores_reference")),
         ("negative control", lambda: self_test("negative_control")),
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sgl_kernel_ext import linear, pack_weight, ragged_attention
+from sgl_kernel_ext import key_scores, linear, pack_weight, ragged_attention
 from sgl_kernel_ext.reference import attention as reference
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -17,6 +17,7 @@ ROWS = 5  # of each group: a verify pass of four drafts
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 # Outputs are below 4 in magnitude: one step of bf16 there, and rounding of fp32 sums.
 TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float32: 1e-5}
+SCORE_TOLERANCE = 1e-3
 
 
 def device() -> str:
@@ -112,6 +113,24 @@ def attention_reference() -> str:
             raise RuntimeError(f"{dtype}: off by {error:.1e}, allowed is {TOLERANCE[dtype]:.0e}")
         worst.append(f"{error:.1e}")
     return f"largest difference {worst[0]} (bf16), {worst[1]} (fp32)"
+
+
+def scores_reference() -> str:
+    """The scores that choose draft views; a wrong one costs acceptance, not exactness."""
+    worst = 0.0
+    for dtype in DTYPES:
+        whole = Pass.random(dtype)
+        slots = whole.req_to_token[1, : CONTEXTS[1]].contiguous()
+        queries, scale = whole.q[:ROWS], HEAD_DIM**-0.5
+        found = key_scores(queries, whole.k_pool, slots, scale)
+        expected = reference.key_scores(queries, whole.k_pool, slots, scale)
+        if found.shape != expected.shape:
+            raise RuntimeError(f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+        error = (found - expected).abs().max().item()
+        if not error <= SCORE_TOLERANCE:
+            raise RuntimeError(f"{dtype}: off by {error:.1e}, allowed is {SCORE_TOLERANCE:.0e}")
+        worst = max(worst, error)
+    return f"largest difference {worst:.1e} (bf16, fp32)"
 
 
 def negative_control() -> str:
