@@ -1,0 +1,217 @@
+// The inner products of attention: packing of K and V rows, and one register tile for both.
+//
+// Operands are 32-bit words, one fp32 or (bf16 with a dot product) a pair along the reduction. Both
+// products have the form C[r][n] = sum_k A[r][k] * B[k][n], every C one fp32 chain over k = 0, 1,
+// ... starting at zero: the tile shape decides what is computed together, never an order. B is
+// packed in panels of kTileCols vectors: panel p holds [depth][width][kLanes] words, width being
+// kTileCols except for a narrower last panel.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "vec.h"
+
+namespace sgl_ext {
+
+// Keys in a split of a KV list: softmax partials are formed per split, by list index.
+constexpr int kSplit = 256;
+
+// The largest register tile: kTileRows x kTileCols accumulators and their operands.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6, kTileCols = 4;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6, kTileCols = 1;
+#else
+constexpr int kTileRows = 2, kTileCols = 1;
+#endif
+
+SGL_INLINE Vec load_words(const uint32_t* p) {
+  Vec r;
+  std::memcpy(&r, p, sizeof(r));
+  return r;
+}
+
+SGL_INLINE void store_words(uint32_t* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+
+// Elements of T a word holds, and the multiply-add of two vectors of words.
+template <class T>
+struct Words {
+  static constexpr int kPair = 1;
+  static constexpr bool kConvert = !std::is_same_v<T, float>;
+  SGL_INLINE Vec step(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+  SGL_INLINE void store_probs(uint32_t* words, Vec p) { store_words(words, p); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Words<c10::BFloat16> {
+  static constexpr int kPair = 2;
+  static constexpr bool kConvert = false;
+  SGL_INLINE Vec step(Vec acc, Vec a, Vec b) { return dot_bf16(acc, a, b); }
+  SGL_INLINE void store_probs(uint32_t* words, Vec p) {
+    _mm256_storeu_si256((__m256i*)words, (__m256i)_mm512_cvtneps_pbh((__m512)p.part[0]));
+  }
+};
+#endif
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+SGL_INLINE Vec splat_word(uint32_t x) {
+  Vec r;
+  SGL_FOR_PARTS r.part[i] = (NativeF32)(NativeU32{} + x);
+  return r;
+}
+
+template <class T, int R, int C>
+static void gemm_tile(
+    const uint32_t* a, int64_t lda, const uint32_t* b, int depth, float* c, int64_t ldc) {
+  Vec acc[R][C] = {};
+  for (int k = 0; k < depth; ++k, b += C * kLanes) {
+    Vec col[C];
+#pragma GCC unroll 4
+    for (int j = 0; j < C; ++j) col[j] = load_words(b + j * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const Vec row = splat_word(a[r * lda + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < C; ++j) acc[r][j] = Words<T>::step(acc[r][j], row, col[j]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < C; ++j) store16(c + r * ldc + j * kLanes, acc[r][j]);
+  }
+}
+
+// One row tile (rows <= kTileRows) times every panel of B; `vecs` is the width of B in vectors.
+template <class T>
+static void gemm_rows(
+    int rows,
+    const uint32_t* a,
+    int64_t lda,
+    const uint32_t* b,
+    int depth,
+    int vecs,
+    float* c,
+    int64_t ldc) {
+  using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int, float*, int64_t);
+  static constexpr auto kTiles = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array<Tile, sizeof...(I)>{gemm_tile<T, I / kTileCols + 1, I % kTileCols + 1>...};
+  }(std::make_integer_sequence<int, kTileRows * kTileCols>{});
+  for (int v = 0; v < vecs; v += kTileCols) {
+    const int width = std::min(kTileCols, vecs - v);
+    kTiles[(rows - 1) * kTileCols + width - 1](
+        a, lda, b + int64_t{v} * kLanes * depth, depth, c + v * kLanes, ldc);
+  }
+}
+
+// Four words of 16 rows -> four vectors, vector w holding word w of rows 0..15.
+SGL_INLINE void transpose_16x4(const uint8_t* const* rows, int64_t offset, uint32_t* const* out) {
+#if defined(__AVX2__)
+  const auto load = [&](int row) {
+    return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + offset));
+  };
+#if defined(__AVX512F__)
+#define SGL_MM(op) _mm512_##op
+  const auto quads = [&](int first, int) {
+    __m512 v = _mm512_castps128_ps512(load(first));
+    v = _mm512_insertf32x4(v, load(first + 4), 1);
+    v = _mm512_insertf32x4(v, load(first + 8), 2);
+    return _mm512_insertf32x4(v, load(first + 12), 3);
+  };
+#else
+#define SGL_MM(op) _mm256_##op
+  const auto quads = [&](int first, int part) {
+    return _mm256_insertf128_ps(
+        _mm256_castps128_ps256(load(first + 8 * part)), load(first + 8 * part + 4), 1);
+  };
+#endif
+  for (int part = 0; part < kParts; ++part) {
+    const auto r0 = quads(0, part), r1 = quads(1, part), r2 = quads(2, part), r3 = quads(3, part);
+    const auto a = SGL_MM(unpacklo_ps)(r0, r1), b = SGL_MM(unpackhi_ps)(r0, r1);
+    const auto c = SGL_MM(unpacklo_ps)(r2, r3), d = SGL_MM(unpackhi_ps)(r2, r3);
+    const int at = part * kNativeLanes;
+    SGL_MM(storeu_ps)((float*)(out[0] + at), SGL_MM(shuffle_ps)(a, c, 0x44));
+    SGL_MM(storeu_ps)((float*)(out[1] + at), SGL_MM(shuffle_ps)(a, c, 0xee));
+    SGL_MM(storeu_ps)((float*)(out[2] + at), SGL_MM(shuffle_ps)(b, d, 0x44));
+    SGL_MM(storeu_ps)((float*)(out[3] + at), SGL_MM(shuffle_ps)(b, d, 0xee));
+  }
+#undef SGL_MM
+#else
+  for (int row = 0; row < kLanes; ++row) {
+    uint32_t quad[4];
+    std::memcpy(quad, rows[row] + offset, sizeof(quad));
+    for (int w = 0; w < 4; ++w) out[w][row] = quad[w];
+  }
+#endif
+}
+
+// One block of 16 K rows into its columns of the packed K^T (depth = head_dim / kPair words, one
+// column a key). `convert` has room for 16 fp32 rows.
+template <class T>
+static void pack_k_block(
+    const uint8_t* const* rows, int block, int blocks, int head_dim, uint32_t* packed, float* convert) {
+  const int depth = head_dim / Words<T>::kPair;
+  const int panel = block / kTileCols * kTileCols;
+  const int64_t step = std::min(kTileCols, blocks - panel) * kLanes;
+  uint32_t* out = packed + int64_t{panel} * kLanes * depth + (block - panel) * kLanes;
+  const uint8_t* converted[kLanes];
+  if constexpr (Words<T>::kConvert) {
+    for (int r = 0; r < kLanes; ++r) {
+      const T* row = reinterpret_cast<const T*>(rows[r]);
+      float* to = convert + r * head_dim;
+      for (int d = 0; d < head_dim; d += kLanes) store_n(to + d, load_n(row + d, head_dim - d), head_dim - d);
+      converted[r] = reinterpret_cast<const uint8_t*>(to);
+    }
+    rows = converted;
+  }
+  for (int k = 0; k < depth; k += 4, out += 4 * step) {
+    uint32_t* const quad[4] = {out, out + step, out + 2 * step, out + 3 * step};
+    transpose_16x4(rows, int64_t{k} * 4, quad);
+  }
+}
+
+// One block of 16 V rows into its rows of the packed V (`depth` words of keys in all, one column a
+// dimension, the last vector padded with zeros).
+template <class T>
+static void pack_v_block(
+    const uint8_t* const* rows, int block, int depth, int head_dim, uint32_t* packed) {
+  constexpr int kPair = Words<T>::kPair;
+  const int vecs = ceil_div(head_dim, kLanes);
+  for (int v = 0; v < vecs; ++v) {
+    const int panel = v / kTileCols * kTileCols;
+    const int64_t step = std::min(kTileCols, vecs - panel) * kLanes;
+    uint32_t* out = packed + int64_t{panel} * kLanes * depth + (v - panel) * kLanes +
+                    block * (kLanes / kPair) * step;
+    const int d = v * kLanes;
+    for (int r = 0; r < kLanes; r += kPair, out += step) {
+      const Vec first = load_n(reinterpret_cast<const T*>(rows[r]) + d, head_dim - d);
+      if constexpr (kPair == 1) {
+        store_words(out, first);
+      } else {
+        // load16 leaves a bf16 in the upper half of its lane.
+        const Vec second = load_n(reinterpret_cast<const T*>(rows[r + 1]) + d, head_dim - d);
+        Vec both;
+        SGL_FOR_PARTS both.part[i] = (NativeF32)(((NativeU32)first.part[i] >> 16) |
+                                                 (NativeU32)second.part[i]);
+        store_words(out, both);
+      }
+    }
+  }
+}
+
+// Rows of Q as words, [rows][head_dim / kPair].
+template <class T>
+static void pack_q_row(const T* q, int head_dim, uint32_t* packed) {
+  if constexpr (Words<T>::kConvert) {
+    float* to = reinterpret_cast<float*>(packed);
+    for (int d = 0; d < head_dim; d += kLanes) store_n(to + d, load_n(q + d, head_dim - d), head_dim - d);
+  } else {
+    std::memcpy(packed, q, head_dim * sizeof(T));
+  }
+}
+
+}  // namespace sgl_ext

@@ -1,0 +1,151 @@
+// Attention probabilities summed over rows: max and sum of every query first, split by split, then
+// the scores once more. Both passes use the dot products of attention.cpp; each thread takes whole
+// splits, so the result does not depend on their number.
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "attention_split.h"
+#include "ops.h"
+#include "parallel.h"
+
+namespace sgl_ext {
+namespace {
+
+struct Scoring {
+  KvPool k;
+  const int32_t* slots;
+  int keys, rows, heads, kv_heads, gqa, head_dim;
+  bool causal;
+  float scale_log2;
+  std::vector<float> queries;  // words, [kv_heads][rows * gqa][depth]: query i is row i / gqa
+  std::vector<float> states;   // [splits][kv_heads][rows * gqa][2]: max, sum
+  float* out;                  // [heads, keys]
+
+  int splits() const { return ceil_div(keys, kSplit); }
+  int head_queries() const { return rows * gqa; }
+  float* state(int64_t split, int64_t kv_head, int64_t query) {
+    return states.data() + 2 * ((split * kv_heads + kv_head) * head_queries() + query);
+  }
+  // Keys of a split that a query sees.
+  int seen(int split, int query) const {
+    const int visible = causal ? keys - (rows - 1 - query / gqa) : keys;
+    return std::clamp(visible - split * kSplit, 0, kSplit);
+  }
+};
+
+// Calls use(query, scores) with the dot products of every query of a KV head and a split's keys.
+template <class T, class Use>
+void for_each_query(const Scoring& p, int split, int kv_head, const Use& use) {
+  const int64_t depth = p.head_dim / Words<T>::kPair;
+  float* scratch = thread_scratch(kTileRows * kSplit + kSplit * depth + kLanes * p.head_dim);
+  float* scores = scratch;
+  uint32_t* packed = reinterpret_cast<uint32_t*>(scores + kTileRows * kSplit);
+  float* convert = scores + kTileRows * kSplit + kSplit * depth;
+
+  const int count = std::min(kSplit, p.keys - split * kSplit);
+  const int blocks = ceil_div(count, kLanes);
+  const uint8_t* rows[kSplit];
+  locate_rows(p.k, kv_head, p.slots + split * kSplit, count, rows);
+  for (int b = 0; b < blocks; ++b) {
+    pack_k_block<T>(rows + b * kLanes, b, blocks, p.head_dim, packed, convert);
+  }
+  const uint32_t* q = reinterpret_cast<const uint32_t*>(p.queries.data()) +
+                      int64_t{kv_head} * p.head_queries() * depth;
+  for (int i = 0; i < p.head_queries(); i += kTileRows) {
+    const int tile = std::min(kTileRows, p.head_queries() - i);
+    gemm_rows<T>(tile, q + i * depth, depth, packed, depth, blocks, scores, kSplit);
+    for (int r = 0; r < tile; ++r) use(i + r, scores + r * kSplit);
+  }
+}
+
+template <class T>
+void score_all(Scoring& p, const at::Tensor& q) {
+  const int64_t depth = p.head_dim / Words<T>::kPair;
+  p.queries.resize(int64_t{p.heads} * p.rows * depth);
+  uint32_t* packed = reinterpret_cast<uint32_t*>(p.queries.data());
+  for (int64_t head = 0; head < p.heads; ++head) {
+    for (int64_t row = 0; row < p.rows; ++row) {
+      const int64_t query = head / p.gqa * p.head_queries() + row * p.gqa + head % p.gqa;
+      pack_q_row(
+          q.const_data_ptr<T>() + row * q.stride(0) + head * q.stride(1), p.head_dim,
+          packed + query * depth);
+    }
+  }
+  p.states.resize(int64_t{p.splits()} * p.heads * p.rows * 2);
+
+  parallel_for(p.splits(), [&](int64_t split) {
+    uint32_t probs[kSplit];
+    for (int head = 0; head < p.kv_heads; ++head) {
+      for_each_query<T>(p, split, head, [&](int query, float* scores) {
+        const int seen = p.seen(split, query);
+        const int blocks = ceil_div(seen, kLanes);
+        if (seen > 0) {
+          softmax_split<T>(scores, seen, blocks, p.scale_log2, probs, p.state(split, head, query));
+        }
+      });
+    }
+  });
+  parallel_for(int64_t{p.kv_heads} * p.head_queries(), [&](int64_t i) {
+    const int head = i / p.head_queries(), query = i % p.head_queries();
+    for (int s = 1; s < p.splits() && p.seen(s, query) > 0; ++s) {
+      merge_softmax(p.state(0, head, query), p.state(s, head, query));
+    }
+  });
+  parallel_for(p.splits(), [&](int64_t split) {
+    std::vector<float> sums(p.gqa * kSplit);
+    for (int head = 0; head < p.kv_heads; ++head) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for_each_query<T>(p, split, head, [&](int query, float* scores) {
+        const float* state = p.state(0, head, query);
+        const Vec scale = splat(p.scale_log2), top = splat(state[0]), inverse = splat(1.0f / state[1]);
+        const int seen = p.seen(split, query);
+        float* sum = sums.data() + query % p.gqa * kSplit;
+        for (int at = 0; at < seen; at += kLanes) {
+          const Vec p = exp2(load16(scores + at) * scale - top) * inverse;
+          store_n(sum + at, load16(sum + at) + p, seen - at);
+        }
+      });
+      const int count = std::min(kSplit, p.keys - static_cast<int>(split) * kSplit);
+      for (int64_t g = 0; g < p.gqa; ++g) {
+        std::copy_n(
+            sums.data() + g * kSplit, count,
+            p.out + (int64_t{head} * p.gqa + g) * p.keys + split * kSplit);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+at::Tensor key_scores(
+    const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& slots, double scale, bool causal) {
+  Scoring p{};
+  p.k = kv_pool(k_pool);
+  p.slots = slots.const_data_ptr<int32_t>();
+  p.keys = slots.size(0);
+  p.rows = q.size(0);
+  p.heads = q.size(1);
+  p.kv_heads = k_pool.size(1);
+  p.gqa = p.heads / p.kv_heads;
+  p.head_dim = q.size(2);
+  p.causal = causal;
+  p.scale_log2 = scale * M_LOG2E;
+  TORCH_CHECK_INDEX(
+      all_below(p.slots, p.keys, p.k.slots), "slots: a slot is outside the pool of ", p.k.slots,
+      " slots");
+  at::Tensor out = at::empty({p.heads, p.keys}, q.options().dtype(at::kFloat));
+  p.out = out.mutable_data_ptr<float>();
+  pybind11::gil_scoped_release release;
+  if (q.scalar_type() == at::kFloat) {
+    score_all<float>(p, q);
+  } else if (q.scalar_type() == at::kHalf) {
+    score_all<c10::Half>(p, q);
+  } else {
+    score_all<c10::BFloat16>(p, q);
+  }
+  return out;
+}
+
+}  // namespace sgl_ext

@@ -1,0 +1,67 @@
+"""What the attention ops compute, in plain torch: any device, float32, one row at a time.
+
+A row is computed from its own query and list alone, so the reference is row-invariant too.
+Arguments are described and checked in :mod:`sgl_kernel_ext.attention`.
+"""
+
+import torch
+from torch import Tensor
+
+
+def ragged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    q_indptr: Tensor,
+    req_row: Tensor,
+    tail_start: Tensor,
+    tail_end: Tensor,
+    scale: float,
+    *,
+    view_indices: Tensor | None = None,
+    view_start: Tensor | None = None,
+    view_len: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """See :func:`sgl_kernel_ext.ragged_attention`."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    kv_heads = k_pool.shape[1]
+    gqa = q.shape[1] // kv_heads
+    indptr = q_indptr.tolist()
+    bounds = zip(req_row.tolist(), tail_start.tolist(), tail_end.tolist(), strict=True)
+    for group, (table_row, start, end) in enumerate(bounds):
+        tail = req_to_token[table_row, start:end]
+        first_row, last_row = indptr[group], indptr[group + 1] - 1
+        for head in range(kv_heads):
+            slots = tail
+            if view_indices is not None:
+                column = head if view_len.shape[1] > 1 else 0
+                begin = view_start[group, column]
+                slots = torch.cat([view_indices[begin : begin + view_len[group, column]], tail])
+            keys = k_pool[slots.long(), head].float()
+            values = v_pool[slots.long(), head].float()
+            heads = slice(head * gqa, (head + 1) * gqa)
+            for row in range(first_row, last_row + 1):
+                visible = len(slots) - (last_row - row)
+                scores = q[row, heads].float() @ keys[:visible].T * scale
+                out[row, heads] = (scores.softmax(-1) @ values[:visible]).to(out.dtype)
+                if lse is not None:
+                    lse[row, heads] = scores.logsumexp(-1)
+    return out
+
+
+def key_scores(
+    q: Tensor, k_pool: Tensor, slots: Tensor, scale: float, *, causal: bool = True
+) -> Tensor:
+    """See :func:`sgl_kernel_ext.key_scores`."""
+    rows, heads, _ = q.shape
+    kv_heads = k_pool.shape[1]
+    keys = k_pool[slots.long()].float().repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * scale
+    if causal:
+        position = torch.arange(len(slots), device=q.device)
+        last_seen = len(slots) - rows + torch.arange(rows, device=q.device)
+        scores.masked_fill_(position > last_seen[:, None], float("-inf"))
+    return scores.softmax(-1).sum(1)
