@@ -1,5 +1,6 @@
 """Plain decoding and drafted decoding of the same requests over a model made of hashes."""
 
+import functools
 import hashlib
 import random
 from collections import defaultdict
@@ -32,9 +33,14 @@ class HashModel:
         return logits.bfloat16().float()
 
     def _noise(self, prefix: list[int], salt: str) -> torch.Tensor:
-        digest = hashlib.sha256(f"{salt} {list(prefix)}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return torch.randn(self.vocab, generator=generator)
+        return _noise_of(f"{salt} {list(prefix)}", self.vocab)
+
+
+@functools.lru_cache(maxsize=400)
+def _noise_of(text: str, vocab: int) -> torch.Tensor:
+    digest = hashlib.sha256(text.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(vocab, generator=generator)
 
 
 def run_plain(reqs: list[Req], model, sampler, steps: int) -> dict:

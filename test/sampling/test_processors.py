@@ -91,7 +91,6 @@ def test_processor_has_an_effect(sampler):
 def test_no_call_behind_the_end(sampler):
     """A run that crosses max_new_tokens or an EOS is not processed behind it."""
     from sampling.fakes import Batch
-
     from sglang_vericache.sampling.settle import RowLayout, settle
 
     processor = Spy.to_str()

@@ -1,0 +1,134 @@
+from types import SimpleNamespace
+
+import pytest
+
+from sampling.fakes import Batch, Req
+from sglang_vericache.sampling.requests import (
+    RequestOptions,
+    assign_seed,
+    check_supported,
+    parse_options,
+    seed_of,
+)
+
+LIMITS = SimpleNamespace(allow_unverified=False, ratio=0.25, draft_len=8)
+PERMISSIVE = SimpleNamespace(allow_unverified=True, ratio=0.25, draft_len=8)
+
+
+def make_request(params=None, **fields):
+    return SimpleNamespace(sampling_params=params, **fields)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "return_hidden_states",
+        "return_sampling_mask",
+        "return_routed_experts",
+        "return_indexer_topk",
+        "return_entropy",
+        "watermark",
+    ],
+)
+def test_unsupported_field_is_named(name):
+    with pytest.raises(ValueError, match=rf"{name} is not supported .*--vericache-compressor"):
+        check_supported(make_request({}, **{name: True}), LIMITS)
+    check_supported(make_request({}, **{name: None}), LIMITS)
+    check_supported(make_request({}, **{name: False}), LIMITS)
+
+
+def test_beam_search_and_watermark_in_params():
+    for params in ({"beam_width": 2}, {"watermark": {"enabled": True}}):
+        with pytest.raises(ValueError, match=next(iter(params))):
+            check_supported(make_request(params), LIMITS)
+    check_supported(make_request({"beam_width": 1}), LIMITS)
+    with pytest.raises(ValueError, match="beam_width"):
+        check_supported(make_request(Req(beam_width=3).sampling_params), LIMITS)
+
+
+def test_everything_settled_is_accepted():
+    check_supported(make_request(None), LIMITS)
+    params = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 10,
+        "min_p": 0.1,
+        "frequency_penalty": 1,
+        "presence_penalty": 1,
+        "repetition_penalty": 1.1,
+        "min_new_tokens": 3,
+        "logit_bias": {"1": 2.0},
+        "json_schema": "{}",
+        "stop": ["a"],
+        "n": 3,
+        "sampling_seed": 4,
+        "custom_params": {"thinking_budget": 3},
+    }
+    fields = {"return_logprob": True, "top_logprobs_num": 4, "custom_logit_processor": "x"}
+    check_supported(make_request(params, **fields), LIMITS)
+
+
+def test_sglang_knows_the_fields_that_are_refused():
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_vericache.sampling import requests
+
+    assert set(requests._UNSUPPORTED_FIELDS) <= set(GenerateReqInput.__dataclass_fields__)
+    assert "beam_width" in SamplingParams.__struct_fields__
+
+
+def test_options():
+    given = {"enabled": False, "unverified": True, "ratio": 0.1, "draft_len": 0}
+    assert parse_options({"vericache": given}, PERMISSIVE) == RequestOptions(**given)
+    assert parse_options({"vericache": {}}, LIMITS) == RequestOptions()
+    assert parse_options({"other": 1}, LIMITS) == RequestOptions()
+    assert parse_options(None, LIMITS) == RequestOptions()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (True, "must be an object"),
+        ({"ratoi": 0.1}, "ratoi is unknown; known keys: enabled, unverified, ratio, draft_len"),
+        ({"enabled": 1}, "enabled must be bool"),
+        ({"enabled": None}, "enabled must be bool"),
+        ({"unverified": True}, "unverified is not allowed"),
+        ({"ratio": 0}, r"ratio must be in \(0, 0.25\]"),
+        ({"ratio": 0.5}, r"ratio must be in \(0, 0.25\]"),
+        ({"ratio": float("nan")}, r"ratio must be in \(0, 0.25\]"),
+        ({"ratio": "0.1"}, "ratio must be float"),
+        ({"ratio": True}, "ratio must be float"),
+        ({"draft_len": 9}, r"draft_len must be in \[0, 8\]"),
+        ({"draft_len": -1}, r"draft_len must be in \[0, 8\]"),
+        ({"draft_len": 2.0}, "draft_len must be int"),
+        ({"draft_len": True}, "draft_len must be int"),
+    ],
+)
+def test_bad_options(given, message):
+    request = make_request({"custom_params": {"vericache": given}})
+    with pytest.raises(ValueError, match=rf"custom_params\.vericache.*{message}"):
+        check_supported(request, LIMITS)
+
+
+def test_assigned_seeds_are_independent():
+    shared = Req(n=3).sampling_params
+    samples = [SimpleNamespace(sampling_params=shared) for _ in range(3)]
+    for sample in samples:
+        assign_seed(sample)
+    seeds = [sample.sampling_params.sampling_seed for sample in samples]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert shared.sampling_seed is None
+    seeded = Req(sampling_seed=-5)
+    assign_seed(seeded)
+    assert seeded.sampling_params.sampling_seed == -5
+
+
+def test_batches_carry_the_seed_of_every_request():
+    reqs = [Req(sampling_seed=-(2**63)), Req(sampling_seed=2**63 - 1), Req(), Req()]
+    seeds = Batch(reqs).sampling_info.sampling_seed.tolist()
+    assert seeds[:2] == [-(2**63), 2**63 - 1]
+    assert seeds[2] != seeds[3]
+    assert seeds == Batch(reqs).sampling_info.sampling_seed.tolist() == [seed_of(r) for r in reqs]
+    assert all(0 <= seed < 2**63 for seed in seeds[2:])
