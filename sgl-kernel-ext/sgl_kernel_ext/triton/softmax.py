@@ -58,24 +58,16 @@ def attend_block(
     weight = tl.exp2(top - shift)
     total = total * weight + tl.sum(probs, 1)
     acc = acc * weight[:, None]
-    return new_top, total, _add_values(acc, probs.to(v.dtype), v, entry, seen, MASKED, BLOCK_M)
-
-
-@triton.jit
-def _add_values(acc, probs, v, entry, seen, MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
+    probs = probs.to(v.dtype)
+    new_acc = tl.dot(probs, v, acc, input_precision="ieee")
     if MASKED:
-        finite = tl.abs(v.to(tl.float32)) < float("inf")
+        finite = tl.abs(new_acc) < float("inf")
         if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
             # A probability of zero does not hide a NaN that only later rows see: a product a row.
-            result = acc
             for r in range(BLOCK_M):
                 this_row = tl.arange(0, BLOCK_M) == r
-                visible = entry < tl.sum(tl.where(this_row, seen, 0))
-                row_v = tl.where(visible[:, None], v, 0.0)
+                visible = loaded & (entry < tl.sum(tl.where(this_row, seen, 0)))[:, None]
+                row_v = tl.load(values + slot * value_stride + d[None, :], mask=visible, other=0.0)
                 row_acc = tl.dot(probs, row_v, acc, input_precision="ieee")
-                result = tl.where(this_row[:, None], row_acc, result)
-        else:
-            result = tl.dot(probs, v, acc, input_precision="ieee")
-    else:
-        result = tl.dot(probs, v, acc, input_precision="ieee")
-    return result
+                new_acc = tl.where(this_row[:, None], row_acc, new_acc)
+    return new_top, total, new_acc

@@ -14,15 +14,23 @@ SPLIT = 512
 # Contraction off: a product and a sum round in two steps in every kernel that has them.
 LAUNCH = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 LOG2_E = 1.4426950408889634
+# Tiles of more columns do not fit the shared memory of every GPU.
+MAX_HEAD_DIM = 256
 
 
 def block_d(head_dim: int) -> int:
-    """Columns of a tile of keys: ``head_dim`` padded to a power of two, at least 16."""
+    """Columns of a tile of keys: ``head_dim`` padded to a power of two, at least 16.
+
+    Raises:
+        ValueError: ``head_dim`` is above MAX_HEAD_DIM.
+    """
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"q: on CUDA head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def block_n(head_dim: int, dtype: torch.dtype) -> int:
-    """Rows of a tile of keys: at most 64, and 16 KiB of them where 16 rows allow it."""
+    """Rows of a tile of keys: at most 64, and at most 16 KiB of them."""
     return max(16, min(64, (16 << 10) // (block_d(head_dim) * dtype.itemsize)))
 
 
