@@ -108,7 +108,7 @@ class Dropper(ABC):
     per_head: ClassVar[bool] = False
     """Whether every KV head has its own list, i.e. Hs = HKV."""
     refreshable: ClassVar[bool] = False
-    """Whether scores from the queries of a verify pass differ, so that a refresh is worth it."""
+    """Whether the view should be chosen anew after verify passes, from their queries."""
 
     @property
     def query_rows(self) -> int:
