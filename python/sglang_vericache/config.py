@@ -60,9 +60,7 @@ class VeriCacheConfig:
                 f"not {self.reserved_draft_len}"
             )
         if self.min_context < 0:
-            raise ValueError(
-                f"--vericache-min-context must be at least 0, not {self.min_context}"
-            )
+            raise ValueError(f"--vericache-min-context must be at least 0, not {self.min_context}")
         if self.refresh is not None and self.refresh < 0:
             raise ValueError(f"--vericache-refresh must be at least 0, not {self.refresh}")
         for key in self.settings:
@@ -118,8 +116,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--vericache-ratio",
         type=float,
         metavar="R",
-        help="Share of the context a draft view keeps, in (0, 1] "
-        f"(default: {default.ratio})",
+        help=f"Share of the context a draft view keeps, in (0, 1] (default: {default.ratio})",
     )
     add(
         "--vericache-draft-len",

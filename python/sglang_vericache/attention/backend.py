@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel_ext import ragged_attention, store_kv
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
+from sgl_kernel_ext import ragged_attention, store_kv
 from sglang_vericache.attention.rows import Rows, full_rows, last_rows
 
 if TYPE_CHECKING:

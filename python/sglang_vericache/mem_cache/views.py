@@ -20,7 +20,7 @@ class ViewStore:
     Args:
         rows: rows of ``req_to_token``; a view is filed under its request's row.
         layers: attention layers L.
-        heads: lists per layer, 1 or the number of KV heads (Hv).
+        heads: lists per layer, 1 or the number of KV heads (Hv); see ``widen``.
         capacity: longest list in tokens.
         device: where the KV pool is.
     """
@@ -29,8 +29,21 @@ class ViewStore:
         self.capacity = capacity
         self.indices = torch.zeros((rows, layers, heads, capacity), dtype=torch.int32).to(device)
         self.length = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
-        offsets = torch.arange(rows * layers * heads, device=device) * capacity
-        self.start = offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
+        self.start = self._offsets()
+
+    def _offsets(self) -> Tensor:
+        rows, layers, heads, capacity = self.indices.shape
+        offsets = torch.arange(rows * layers * heads, device=self.indices.device) * capacity
+        return offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
+
+    def widen(self, heads: int) -> None:
+        """Make room for ``heads`` lists a layer; views filed so far are repeated for each head."""
+        if self.indices.shape[2] == heads:
+            return
+        assert self.indices.shape[2] == 1, self.indices.shape
+        self.indices = self.indices.repeat(1, 1, heads, 1)
+        self.length = self.length.repeat(1, 1, heads)
+        self.start = self._offsets()
 
     def put(self, row: int, view: DraftView, slots: Tensor) -> None:
         """File a view.

@@ -11,16 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sgl_kernel_ext import fused_add_rmsnorm, linear, pack_weight, rmsnorm, rotary
-from sgl_kernel_ext import silu_and_mul as silu_and_mul_op
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
+
+from sgl_kernel_ext import fused_add_rmsnorm, linear, pack_weight, rmsnorm, rotary
+from sgl_kernel_ext import silu_and_mul as silu_and_mul_op
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +79,7 @@ def _rotary(module: RotaryEmbedding) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         if any(a is not None for a in args) or any(v is not None for v in kwargs.values()):
             return module.forward_native(positions, query, key, *args, **kwargs)
-        rotary(
-            positions, query, key, module.head_size, module.cos_sin_cache, module.is_neox_style
-        )
+        rotary(positions, query, key, module.head_size, module.cos_sin_cache, module.is_neox_style)
         return query, key
 
     return forward

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sgl_kernel_ext import fused_add_rmsnorm, linear, rmsnorm, rope_store_kv, silu_and_mul
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.models.llama import LlamaForCausalLM, LlamaModel
 from torch import Tensor
+
+from sgl_kernel_ext import fused_add_rmsnorm, linear, rmsnorm, rope_store_kv, silu_and_mul
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -44,7 +44,6 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
             device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
         )
 
-
     def create_worker(self, server_args: Any) -> type:
         from sglang.srt.arg_groups.overrides import resolving_view
 

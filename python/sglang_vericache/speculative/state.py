@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from torch import Tensor
 
+# Prompts whose queries wait for the first decode iteration; each takes w * HQ * D values a layer.
+MAX_PROMPTS = 64
+# Keys of ``custom_params.vericache`` that are no compressor settings.
+CHOICES = ("enabled", "unverified", "draft_len", "compressor")
+
 
 @dataclass
 class RequestState:
@@ -96,8 +101,13 @@ class Requests:
         self._prompt_queries: dict[str, list[Tensor]] = {}
 
     def keep_queries(self, rid: str, queries: Tensor, window: int) -> None:
-        """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes."""
+        """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes.
+
+        Prompts that were aborted before decoding are forgotten when newer ones need the room.
+        """
         _append(self._prompt_queries.setdefault(rid, []), queries, window)
+        while len(self._prompt_queries) > MAX_PROMPTS:
+            del self._prompt_queries[next(iter(self._prompt_queries))]
 
     def running(self, reqs: Sequence[Req]) -> list[RequestState]:
         """States of a decode batch, in its order; forgets every other request."""
@@ -110,20 +120,15 @@ class Requests:
         self._states = {state.req.rid: state for state in states}
         return states
 
-    def drop_prompts(self, keep: set[str]) -> None:
-        """Forget prompts that never came to decode, except those in ``keep``."""
-        for rid in self._prompt_queries.keys() - keep:
-            del self._prompt_queries[rid]
-
     def _new(self, req: Req) -> RequestState:
         config, asked = self._config, asked_by(req)
-        narrowing = {k: v for k, v in asked.items() if k not in ("enabled", "unverified", "draft_len")}
+        narrowing = {key: value for key, value in asked.items() if key not in CHOICES}
         settings = config.compressor_settings.narrowed(narrowing)
         limit = min(asked.get("draft_len", config.reserved_draft_len), config.reserved_draft_len)
         return RequestState(
             req=req,
             retractions=req.retraction_count,
-            dropper=create(config.compressor, settings),
+            dropper=create(asked.get("compressor", config.compressor), settings),
             settings=settings,
             limit=limit if asked.get("enabled", True) else 0,
             unverified=bool(asked.get("unverified", False)),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from sgl_kernel_ext import key_scores
 
-from sglang_vericache.compressors import LayerContext, compress, create
+from sgl_kernel_ext import key_scores
+from sglang_vericache.compressors import LayerContext, compress, create, names
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.mem_cache.views import ViewStore
 
@@ -29,13 +29,16 @@ class ViewChooser:
         keys = self.pool.get_key_buffer(self.pool.start_layer)
         self.num_kv_heads, head_dim = keys.shape[1:]
         self.scale = head_dim**-0.5
-        dropper = create(config.compressor, config.compressor_settings)
-        self.query_rows = dropper.query_rows
+        self.bytes_per_key = self.num_layers * 2 * keys[0].nbytes
+        # A request may ask for any method, so prompts keep the queries that the keenest one wants.
+        self.query_rows = max(
+            create(name, config.compressor_settings).query_rows for name in names()
+        )
         rows, width = self.req_to_token.shape
         self.store = ViewStore(
             rows=rows,
             layers=self.num_layers,
-            heads=self.num_kv_heads if dropper.per_head else 1,
+            heads=1,
             capacity=config.compressor_settings.budget.tokens(width),
             device=self.req_to_token.device,
         )
@@ -46,6 +49,8 @@ class ViewChooser:
         slots = self.req_to_token[state.row, :length]
         view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
         state.has_view, state.rounds = True, 0
+        if state.dropper.per_head:
+            self.store.widen(self.num_kv_heads)
         if view.is_full:
             state.view_length, state.view_kept = 0, 0.0
             return

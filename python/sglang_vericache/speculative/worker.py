@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # Automatic refresh: after this many rounds, once fewer than this share of a round was accepted.
 REFRESH_ROUNDS, REFRESH_BELOW = 4, 0.5
+# Tokens generated since a view was chosen are all read; up to this many that is no reason to choose
+# anew.
+MIN_TAIL = 256
 
 
 class VeriCacheWorker(BaseSpecWorker):
@@ -71,14 +74,15 @@ class VeriCacheWorker(BaseSpecWorker):
         """One iteration: prefill as stock, or plan, forward, settle, commit."""
         if not batch.forward_mode.is_decode():
             return self._prefill(batch)
-        started = time.perf_counter()
         step = self._plan(batch)
+        started = time.perf_counter()
         output = self._forward(batch, step)
         settled = settle(
             output.next_token_logits, step.layout, batch, self.target_worker.model_runner.sampler
         )
         result = self._commit(batch, step, output, settled)
-        self.planner.observe(time.perf_counter() - started)
+        if not any(state.unverified for state in step.states):  # the planner never saw those
+            self.planner.observe(time.perf_counter() - started)
         return result
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -105,9 +109,7 @@ class VeriCacheWorker(BaseSpecWorker):
             if action is Action.DRAFT and not state.has_view:
                 self.chooser.choose(state)
         capture = self.chooser.query_rows > 0 and self.config.refresh != 0
-        return RaggedPass.build(
-            states, chosen, batch.req_pool_indices, self.chooser.store, capture
-        )
+        return RaggedPass.build(states, chosen, batch.req_pool_indices, self.chooser.store, capture)
 
     def _forward(self, batch: ScheduleBatch, step: RaggedPass) -> LogitsProcessorOutput:
         """One pass of the target model over all rows; logits ``[R, V]``."""
@@ -127,6 +129,8 @@ class VeriCacheWorker(BaseSpecWorker):
         captured = 0
         for i, (state, action) in enumerate(zip(step.states, step.actions, strict=True)):
             run, accepted = settled.tokens[i], settled.accept_len[i]
+            keys = state.draft_keys if action is Action.DRAFT else state.committed + 1
+            self.counters.kv_bytes_read += int(keys * self.chooser.bytes_per_key)
             if accepted == 0:
                 state.drafts.append(run[0])
                 continue
@@ -162,11 +166,15 @@ class VeriCacheWorker(BaseSpecWorker):
         state.drafted += drafted
         state.req.spec_num_cap_tokens = state.drafted
         state.rounds += 1
-        every = self.config.refresh
-        stale = (
-            every is None
-            and state.rounds >= REFRESH_ROUNDS
-            and accepted < REFRESH_BELOW * drafted
-        )
-        if state.dropper.refreshable and (state.rounds >= every if every else stale):
+        if self._is_stale(state, accepted < REFRESH_BELOW * drafted):
             state.has_view = False  # chosen anew before the next draft
+
+    def _is_stale(self, state: RequestState, poor: bool) -> bool:
+        """Whether a view should be chosen anew: it drafts poorly, or its tail has outgrown it."""
+        if state.committed - state.view_length > max(state.view_kept, MIN_TAIL):
+            return state.view_length > 0
+        if not state.dropper.refreshable or self.config.refresh == 0:
+            return False
+        if self.config.refresh is not None:
+            return state.rounds >= self.config.refresh
+        return poor and state.rounds >= REFRESH_ROUNDS
