@@ -214,3 +214,10 @@ def test_kinds_follow_the_batch(sampler):
     info.filter_batch([1, 2], keep)
     assert sampler.row_params(info).kinds.tolist() == [0, 1]
     assert len(info.sampling_seed) == 2
+
+
+def test_rows_of_nan_yield_tokens(sampler):
+    reqs = [Req(sampling_seed=1, **params) for params in (*KINDS.values(), *MIN_P.values())]
+    logits = torch.full((len(reqs), VOCAB), torch.nan)
+    token_ids, _ = forward(sampler, reqs, logits, [1] * len(reqs))
+    assert all(0 <= token < VOCAB for token in token_ids)

@@ -61,7 +61,7 @@ def rank_row(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> Ran
     floor = float(values.max() * np.float32(min_p))
     for step in _LADDER:
         least = max(step, floor)
-        token_ids = np.flatnonzero(values >= np.float32(least))
+        token_ids = np.flatnonzero(~(values < np.float32(least)))  # NaN is never filtered away
         order = np.argsort(-values[token_ids], kind="stable")
         token_ids = token_ids[order]
         weights = torch.from_numpy(values[token_ids])

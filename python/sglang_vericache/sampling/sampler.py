@@ -222,7 +222,7 @@ def _probs(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
 
 
 def _draw_plain(logits: torch.Tensor, params: RowParams, positions: torch.Tensor) -> torch.Tensor:
-    return seeded.draw(_probs(logits, params).log_(), params.seeds, positions)
+    return seeded.draw(_probs(logits, params), params.seeds, positions)
 
 
 def _draw_filtered(
@@ -231,13 +231,13 @@ def _draw_filtered(
     probs = _probs(logits, params)
     if probs.is_cuda:
         ranked = filtering.rank(probs, params.top_ks, params.top_ps, params.min_ps)
-        drawn = seeded.draw(ranked.weights.double().log_(), params.seeds, positions)
+        drawn = seeded.draw(ranked.weights.double(), params.seeds, positions)
         return ranked.token_ids.gather(1, drawn[:, None]).view(-1)
     token_ids = []
     rows = (params.top_ks, params.top_ps, params.min_ps, params.seeds, positions)
     for row, values in enumerate(zip(*(value.tolist() for value in rows), strict=True)):
         top_k, top_p, min_p, seed, position = values
         ranked = filtering.rank_row(probs[row], top_k, top_p, min_p)
-        drawn = seeded.draw_row(ranked.weights.double().log_().numpy(), seed, position)
+        drawn = seeded.draw_row(ranked.weights.double(), seed, position)
         token_ids.append(int(ranked.token_ids[drawn]))
     return torch.tensor(token_ids, dtype=torch.int64)

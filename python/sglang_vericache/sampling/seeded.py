@@ -2,13 +2,14 @@
 
 Semantics: ``multinomial_with_seed`` of SGLang's sampler, a Gumbel-max draw whose uniform variate is
 a 32-bit MurmurHash3 of seed, position and column. On a GPU that function is called as it is. On a
-CPU the same draw is made without compiling it (its first call takes half a minute) and with one
-logarithm in double precision per column instead of several passes over the batch.
+CPU the same draw is made without compiling it (its first call takes half a minute), and logarithms
+are taken only of the columns that can win.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import torch
@@ -19,48 +20,61 @@ _KEY_BYTES = 16  # seed 8, position 4, column 4
 # Two libraries may round a logarithm differently: columns this close to the maximum are decided by
 # torch's, as in the stock sampler.
 _MARGIN = 1e-6
+# A column whose probability is below the largest by this factor (in nats), and whose noise is below
+# this bound, cannot beat a score of ``log(largest) - _FAR + _LOUD``; nearly every draw does.
+_FAR, _LOUD = 10.0, 6.0
+_LOUD_HASH = np.uint32(math.ceil(_MASK * math.exp(-math.exp(-_LOUD))))
 
 
-def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draw one column of every row, proportionally to ``exp(logprobs)``.
+def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Draw one column of every row, proportionally to ``probs``.
 
     Args:
-        logprobs: ``[rows, columns]``, any float dtype; need not be normalised, ``-inf`` is never
-            drawn.
+        probs: ``[rows, columns]`` float32 or float64, need not sum to 1. Stock takes logarithms
+            in float32 of plain probabilities, and in float64 of filtered ones.
         seeds: ``[rows]`` int64, the seed of the row's request.
         positions: ``[rows]``, position of the row's input token (what plain decoding passes).
 
     Returns:
         ``[rows]`` int64 columns. A row's result does not depend on the other rows.
     """
-    if logprobs.is_cuda:
+    if probs.is_cuda:
         from sglang.srt.layers.sampler import multinomial_with_seed
 
-        return multinomial_with_seed(logprobs, seeds, positions).view(-1)
-    rows = logprobs.numpy()
-    drawn = [
-        draw_row(row, seed, position)
-        for row, seed, position in zip(rows, seeds.tolist(), positions.tolist(), strict=True)
-    ]
-    return torch.tensor(drawn, dtype=torch.int64)
+        return multinomial_with_seed(probs.log(), seeds, positions).view(-1)
+    rows = zip(probs, seeds.tolist(), positions.tolist(), strict=True)
+    return torch.tensor([draw_row(*row) for row in rows], dtype=torch.int64)
 
 
-def draw_row(logprobs: np.ndarray, seed: int, position: int) -> int:
+def draw_row(probs: torch.Tensor, seed: int, position: int) -> int:
     """``draw`` for one row ``[columns]`` on the host."""
-    hashed = hash_columns(seed, position, logprobs.shape[0])
-    score = hashed / float(_MASK)
+    values = probs.numpy()
+    hashed = hash_columns(seed, position, values.shape[0])
+    largest = float(values.max())
+    if largest > 0:
+        contending = (values >= largest * math.exp(-_FAR)) | (hashed >= _LOUD_HASH)
+        winner, score = _best_of(probs, hashed, np.flatnonzero(contending))
+        if score > math.log(largest) - _FAR + _LOUD + _MARGIN:
+            return winner
+    return _best_of(probs, hashed, np.arange(values.shape[0]))[0]
+
+
+def _best_of(probs: torch.Tensor, hashed: np.ndarray, columns: np.ndarray) -> tuple[int, float]:
+    """Column of ``columns`` with the largest noisy log-probability, and that score."""
+    logprobs = probs[torch.from_numpy(columns)].log_().double()
+    score = hashed[columns] / float(_MASK)
     with np.errstate(divide="ignore"):
         np.log(score, out=score)
     np.clip(score, np.finfo(np.float64).min, -(2.0**-32), out=score)
-    np.negative(score, out=score)
-    np.log(score, out=score)
-    np.subtract(logprobs, score, out=score)
-    near = np.flatnonzero(score >= score.max() - _MARGIN)
-    if near.size == 1:
-        return int(near[0])
-    exact = _noise(torch.from_numpy(hashed[near].astype(np.float64)))
-    exact += torch.from_numpy(logprobs[near].astype(np.float64))
-    return int(near[int(exact.argmax())])
+    np.log(np.negative(score, out=score), out=score)
+    np.subtract(logprobs.numpy(), score, out=score)
+    # With NaN among the scores argmax finds the first one, as torch's does.
+    best = int(score.argmax())
+    near = np.flatnonzero(score >= score[best] - _MARGIN)
+    if near.size > 1:
+        exact = _noise(torch.from_numpy(hashed[columns[near]].astype(np.float64)))
+        best = int(near[int((exact + logprobs[torch.from_numpy(near)]).argmax())])
+    return int(columns[best]), float(score[best])
 
 
 def hash_columns(seed: int, position: int, columns: int) -> np.ndarray:
@@ -69,22 +83,24 @@ def hash_columns(seed: int, position: int, columns: int) -> np.ndarray:
     for block in (seed & _MASK, (seed >> 32) & _MASK, position & _MASK):
         state ^= _rotate((block * _C1) & _MASK, 15) * _C2 & _MASK
         state = (_rotate(state, 13) * 5 + _N) & _MASK
-    h = _column_blocks(columns) ^ np.uint32(state)
-    h = (h << np.uint32(13)) | (h >> np.uint32(19))
+    h = _column_blocks(max(columns - 1, 1).bit_length())[:columns] ^ np.uint32(state)
+    shifted = h >> np.uint32(19)
+    h <<= np.uint32(13)
+    h |= shifted
     h *= np.uint32(5)
     h += np.uint32(_N)
     h ^= np.uint32(_KEY_BYTES)
-    h ^= h >> np.uint32(16)
-    h *= np.uint32(0x85EBCA6B)
-    h ^= h >> np.uint32(13)
-    h *= np.uint32(0xC2B2AE35)
-    h ^= h >> np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
+        h ^= np.right_shift(h, np.uint32(shift), out=shifted)
+        if factor is not None:
+            h *= np.uint32(factor)
     return h
 
 
-@functools.lru_cache(maxsize=8)
-def _column_blocks(columns: int) -> np.ndarray:
-    block = np.arange(columns, dtype=np.uint32) * np.uint32(_C1)
+@functools.cache
+def _column_blocks(bits: int) -> np.ndarray:
+    """The column's own part of the hash, for the first ``2**bits`` columns."""
+    block = np.arange(1 << bits, dtype=np.uint32) * np.uint32(_C1)
     block = (block << np.uint32(15)) | (block >> np.uint32(17))
     return block * np.uint32(_C2)
 
