@@ -6,7 +6,8 @@ are merged in order: by a second kernel, or in registers where tiles alone fill 
 
 Row invariance: all sizes depend on head dimension and dtype only, so a row meets the same keys in
 the same blocks whatever else is in the batch, and entries that it does not see change no bit.
-Two assumptions about compiler and hardware remain, which the tests marked ``cuda`` check on a GPU:
+Two assumptions about compiler and hardware remain. The tests marked ``cuda`` check both; they have
+not run on a GPU yet (run so far: the interpreter, and the compiler for sm_80 and sm_90):
 
 - a row of ``tl.dot`` depends neither on the other rows nor on its place in a tile of fixed shape;
 - without contraction (``LAUNCH``), both kernels merge two states to the same bits.
