@@ -7,97 +7,18 @@
 // semantics.
 #include "attention.h"
 
-#include <atomic>
 #include <cmath>
-#include <limits>
 #include <optional>
-#include <vector>
 
-#include "attention_split.h"
+#include "attention_plan.h"
 #include "ops.h"
 #include "parallel.h"
 
 namespace sgl_ext {
 namespace {
 
-// Queries (row and head) of a unit, over all of its KV heads.
-constexpr int kTileQueries = 96;
-constexpr int kMaxUnitHeads = 8;
-// Words of packed K and V of a unit, over all of its KV heads: they stay in a level 2 cache.
-constexpr int64_t kTileWords = 64 * 1024;
-// Work items a thread should get at least, so that one long list cannot hold up the others.
-constexpr int kItemsPerThread = 8;
-// Packing a key costs about as much as attending to it with this many queries.
-constexpr int64_t kPackCost = 32;
-
-struct Group {
-  int64_t first_row;
-  int rows;
-};
-
-// The keys of one group for one or all KV heads, in order: view, then tail.
-struct KvList {
-  const int32_t* view;
-  int view_len;
-  const int32_t* tail;
-  int tail_len;
-
-  int len() const { return view_len + tail_len; }
-
-  void copy(int begin, int count, int32_t* slots) const {
-    const int from_view = std::clamp(view_len - begin, 0, count);
-    std::copy_n(view + begin, from_view, slots);
-    std::copy_n(tail + (begin + from_view - view_len), count - from_view, slots + from_view);
-  }
-};
-
-// A tile of queries of one group. KV heads that read the same list are attended to together while
-// that is cheap: the rows of a slot are neighbours in memory, and DRAM delivers neighbours.
-// Query i of a KV head is row i / gqa of the group and head i % gqa of the KV head.
-struct Unit {
-  Group group;
-  KvList list;
-  int first_head, heads;
-  int first_query, queries;  // of each KV head
-  int splits;
-  int items_left;
-  float* partials;  // [splits][heads][queries] states, or null when one item walks every split
-};
-
-struct Item {
-  int unit, split_begin, split_end;
-};
-
-struct Problem {
-  const void* q;
-  int64_t q_row_stride, q_head_stride;
-  KvPool k, v;
-  void* out;
-  int64_t out_row_stride, out_head_stride;
-  float* lse;
-  int64_t lse_row_stride;
-  int kv_heads, gqa, head_dim;
-  float scale_log2;
-  std::vector<Unit> units;
-  std::vector<Item> items;
-  std::atomic<bool> bad_slot{false};
-
-  int state_size() const { return kStateHeader + round_up(head_dim, kLanes); }
-
-  // Keys that query i of a unit sees.
-  int visible(const Unit& unit, int i) const {
-    return unit.list.len() - (unit.group.rows - 1 - (unit.first_query + i) / gqa);
-  }
-  int64_t row(const Unit& unit, int i) const {
-    return unit.group.first_row + (unit.first_query + i) / gqa;
-  }
-  int64_t head(const Unit& unit, int h, int i) const {
-    return int64_t{unit.first_head + h} * gqa + (unit.first_query + i) % gqa;
-  }
-  int max_heads() const {
-    return std::clamp<int64_t>(kTileWords / (2 * kSplit * int64_t{head_dim}), 1, kMaxUnitHeads);
-  }
-};
+// Blocks of 16 keys to fetch ahead of the one being packed.
+constexpr int kBlocksAhead = 2;
 
 template <class T>
 class Worker {
@@ -110,9 +31,9 @@ class Worker {
         v_size_(kSplit / kPair * vecs_ * kLanes),
         state_size_(problem.state_size()) {
     const int64_t sizes[] = {
-        kTileQueries * depth_, p_.max_heads() * k_size_, p_.max_heads() * v_size_,
-        kLanes * p_.head_dim, kTileRows * kSplit, kTileRows * kProbs,
-        kTileQueries * state_size_, kTileQueries * state_size_};
+        kUnitQueries * depth_,      p_.head_limit(kPair) * k_size_, p_.head_limit(kPair) * v_size_,
+        kLanes * p_.head_dim,       kTileRows * kSplit,             kTileRows * kProbs,
+        kUnitQueries * state_size_, kUnitQueries * state_size_};
     float* parts[std::size(sizes)];
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
@@ -130,6 +51,8 @@ class Worker {
 
   void run(const Item& item) {
     Unit& unit = p_.units[item.unit];
+    fetched_ = item.split_begin * kSplit;
+    fetch_end_ = std::min(item.split_end * kSplit, p_.visible(unit, unit.queries - 1));
     for (int h = 0; h < unit.heads; ++h) {
       for (int i = 0; i < unit.queries; ++i) {
         const T* q = static_cast<const T*>(p_.q) + p_.row(unit, i) * p_.q_row_stride +
@@ -137,7 +60,7 @@ class Worker {
         pack_q_row(q, p_.head_dim, q_ + (h * unit.queries + i) * depth_);
       }
     }
-    const int64_t tile = unit.heads * unit.queries * state_size_;
+    const int64_t tile = unit.states() * state_size_;
     for (int split = item.split_begin; split < item.split_end; ++split) {
       if (unit.partials != nullptr) {
         attend(unit, split, unit.partials + split * tile);
@@ -181,15 +104,13 @@ class Worker {
       p_.bad_slot.store(true, std::memory_order_relaxed);
       return unit.queries;
     }
-    Rows k_rows[kMaxUnitHeads], v_rows[kMaxUnitHeads];
+    Rows k_rows[kUnitHeads], v_rows[kUnitHeads];
     for (int h = 0; h < unit.heads; ++h) {
       locate_rows(p_.k, unit.first_head + h, slots, count, k_rows[h]);
       locate_rows(p_.v, unit.first_head + h, slots, count, v_rows[h]);
     }
     for (int b = 0; b < blocks; ++b) {
-      const int ahead = (b + kPrefetchBlocks) * kLanes;
-      for (int h = 0; ahead < count && h < unit.heads; ++h) prefetch_rows(k_rows[h] + ahead);
-      for (int h = 0; ahead < count && h < unit.heads; ++h) prefetch_rows(v_rows[h] + ahead);
+      prefetch(unit, begin + (b + 1 + kBlocksAhead) * kLanes);
       for (int h = 0; h < unit.heads; ++h) {
         pack_k_block<T>(
             k_rows[h] + b * kLanes, b, blocks, p_.head_dim, k_ + h * k_size_, convert_);
@@ -198,6 +119,8 @@ class Worker {
       }
     }
     for (int h = 0; h < unit.heads; ++h) {
+      // Memory need not idle meanwhile: fetch the start of the next split.
+      prefetch(unit, begin + count + (h + 2) * kBlocksAhead * kLanes);
       const int64_t at = h * unit.queries;
       attend_head(
           unit.queries, first, seen, v_rows[h], q_ + at * depth_, k_ + h * k_size_,
@@ -238,9 +161,19 @@ class Worker {
     }
   }
 
-  void prefetch_rows(const uint8_t* const* rows) const {
-    for (int r = 0; r < kLanes; ++r) {
-      for (size_t at = 0; at < p_.head_dim * sizeof(T); at += 64) __builtin_prefetch(rows[r] + at);
+  // Fetches the rows of the item's keys up to list index `end`, where that was not done before.
+  void prefetch(const Unit& unit, int end) {
+    end = std::min(end, fetch_end_);
+    for (; fetched_ < end; ++fetched_) {
+      int32_t slot;
+      unit.list.copy(fetched_, 1, &slot);
+      for (const KvPool* pool : {&p_.k, &p_.v}) {
+        const uint8_t* row = pool->base + slot * pool->slot_stride;
+        for (int h = 0; h < unit.heads; ++h) {
+          const uint8_t* head = row + (unit.first_head + h) * pool->head_stride;
+          for (size_t at = 0; at < p_.head_dim * sizeof(T); at += 64) __builtin_prefetch(head + at);
+        }
+      }
     }
   }
 
@@ -261,7 +194,7 @@ class Worker {
   }
 
   void merge_splits(const Unit& unit) const {
-    const int64_t tile = unit.heads * unit.queries * state_size_;
+    const int64_t tile = unit.states() * state_size_;
     for (int h = 0; h < unit.heads; ++h) {
       for (int i = 0; i < unit.queries; ++i) {
         float* into = unit.partials + (h * unit.queries + i) * state_size_;
@@ -293,28 +226,10 @@ class Worker {
   const int64_t depth_;
   const int vecs_;
   const int64_t k_size_, v_size_, state_size_;
+  int fetched_, fetch_end_;
   uint32_t *q_, *k_, *v_, *probs_;
   float *convert_, *scores_, *state_, *partial_;
 };
-
-// Cuts units into items of at most a fair share of the work; returns the floats partials need.
-int64_t plan_items(Problem& p, int threads) {
-  const auto cost = [](const Unit& u) { return u.list.len() * u.heads * (u.queries + kPackCost); };
-  int64_t total = 0, floats = 0;
-  for (const Unit& u : p.units) total += cost(u);
-  const int64_t share = threads == 1 ? total : total / (threads * kItemsPerThread);
-  for (size_t i = 0; i < p.units.size(); ++i) {
-    Unit& u = p.units[i];
-    const int per_item =
-        std::clamp<int64_t>(u.splits * share / std::max<int64_t>(cost(u), 1), 1, u.splits);
-    u.items_left = ceil_div(u.splits, per_item);
-    if (u.items_left > 1) floats += int64_t{u.splits} * u.heads * u.queries * p.state_size();
-    for (int s = 0; s < u.splits; s += per_item) {
-      p.items.push_back({static_cast<int>(i), s, std::min(u.splits, s + per_item)});
-    }
-  }
-  return floats;
-}
 
 template <class T>
 void attend_all(Problem& p) {
@@ -357,10 +272,12 @@ at::Tensor ragged_attention(
   p.gqa = q.size(1) / p.kv_heads;
   p.head_dim = q.size(2);
   p.scale_log2 = scale * M_LOG2E;
+  const int limit = q.scalar_type() == at::kBFloat16 ? p.head_limit(Words<c10::BFloat16>::kPair)
+                                                     : p.head_limit(1);
 
   for (int64_t g = 0; g < req_row.size(0); ++g) {
-    const Group group{
-        read_index(q_indptr, g), static_cast<int>(read_index(q_indptr, g + 1) - read_index(q_indptr, g))};
+    const int64_t first_row = read_index(q_indptr, g);
+    const Group group{first_row, static_cast<int>(read_index(q_indptr, g + 1) - first_row)};
     const int64_t table_row = read_index(req_row, g);
     const int64_t begin = read_index(tail_start, g), end = read_index(tail_end, g);
     TORCH_CHECK_VALUE(
@@ -375,47 +292,25 @@ at::Tensor ragged_attention(
         begin >= 0 && begin + group.rows <= end && end <= req_to_token.size(1),
         "tail_start, tail_end: ", begin, ":", end, " of group ", g, " must hold its ", group.rows,
         " rows and lie within the ", req_to_token.size(1), " columns of req_to_token");
-    const int64_t view_heads = view_len ? view_len->size(1) : 0;
-    const int queries = group.rows * p.gqa;
-    const int tile = std::min(kTileQueries, queries);
-    const int unit_heads =
-        view_heads > 1 ? 1 : std::clamp(kTileQueries / tile, 1, std::min(p.max_heads(), p.kv_heads));
-    for (int head = 0; head < p.kv_heads; head += unit_heads) {
-      KvList list{
-          nullptr, 0,
-          req_to_token.const_data_ptr<int32_t>() + table_row * req_to_token.stride(0) + begin,
-          static_cast<int>(end - begin)};
+    KvList list{nullptr, 0,
+                req_to_token.const_data_ptr<int32_t>() + table_row * req_to_token.stride(0) + begin,
+                static_cast<int>(end - begin)};
+    const int64_t lists = view_len ? view_len->size(1) : 1;
+    for (int64_t i = 0; i < lists; ++i) {
       if (view_len) {
-        const int64_t at = g * view_heads + (view_heads == 1 ? 0 : head);
-        const int64_t start = view_start->const_data_ptr<int64_t>()[at];
-        list.view_len = view_len->const_data_ptr<int32_t>()[at];
+        const int64_t start = view_start->const_data_ptr<int64_t>()[g * lists + i];
+        list.view_len = view_len->const_data_ptr<int32_t>()[g * lists + i];
         list.view = view_indices->const_data_ptr<int32_t>() + start;
         TORCH_CHECK_VALUE(
-            list.view_len >= 0 &&
-                (list.view_len == 0 ||
-                 (start >= 0 && start + list.view_len <= view_indices->size(0))),
+            list.view_len >= 0 && (list.view_len == 0 || (start >= 0 && start + list.view_len <=
+                                                                            view_indices->size(0))),
             "view_start, view_len: ", start, " + ", list.view_len, " of group ", g,
             " is outside view_indices with ", view_indices->size(0), " entries");
       }
-      // Later tiles see more keys: longest first balances the threads.
-      for (int q0 = (queries - 1) / tile * tile; q0 >= 0; q0 -= tile) {
-        Unit unit{group, list, head, std::min(unit_heads, p.kv_heads - head), q0,
-                  std::min(tile, queries - q0), 0, 0, nullptr};
-        unit.splits = ceil_div(p.visible(unit, unit.queries - 1), kSplit);
-        p.units.push_back(unit);
-      }
+      p.add_units(group, list, i, lists == 1 ? p.kv_heads : 1, limit);
     }
   }
-  static thread_local std::vector<float> partials;
-  const size_t floats = plan_items(p, at::get_num_threads());
-  if (partials.size() < floats) partials.resize(floats);
-  float* next = partials.data();
-  for (Unit& u : p.units) {
-    if (u.items_left > 1) {
-      u.partials = next;
-      next += int64_t{u.splits} * u.heads * u.queries * p.state_size();
-    }
-  }
+  p.plan_items(at::get_num_threads());
   {
     pybind11::gil_scoped_release release;
     if (q.scalar_type() == at::kFloat) {
@@ -427,7 +322,8 @@ at::Tensor ragged_attention(
     }
   }
   TORCH_CHECK_INDEX(
-      !p.bad_slot, "req_to_token or view_indices: a slot is outside the pool of ", p.k.slots, " slots");
+      !p.bad_slot, "req_to_token or view_indices: a slot is outside the pool of ", p.k.slots,
+      " slots");
   return result;
 }
 

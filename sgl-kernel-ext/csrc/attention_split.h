@@ -9,8 +9,6 @@
 
 namespace sgl_ext {
 
-// Blocks of 16 rows to fetch ahead of the one being packed.
-constexpr int kPrefetchBlocks = 2;
 constexpr int kMaxHeadDim = 1024;
 // A state is max, sum, padding to a vector, then the unnormalised output. Scores are in base 2.
 constexpr int kStateHeader = kLanes;

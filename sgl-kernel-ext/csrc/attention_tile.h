@@ -149,11 +149,23 @@ SGL_INLINE void transpose_16x4(const uint8_t* const* rows, int64_t offset, uint3
 #endif
 }
 
+template <class T>
+static void widen_row(const T* row, int head_dim, float* out) {
+  for (int d = 0; d < head_dim; d += kLanes) {
+    store_n(out + d, load_n(row + d, head_dim - d), head_dim - d);
+  }
+}
+
 // One block of 16 K rows into its columns of the packed K^T (depth = head_dim / kPair words, one
 // column a key). `convert` has room for 16 fp32 rows.
 template <class T>
 static void pack_k_block(
-    const uint8_t* const* rows, int block, int blocks, int head_dim, uint32_t* packed, float* convert) {
+    const uint8_t* const* rows,
+    int block,
+    int blocks,
+    int head_dim,
+    uint32_t* packed,
+    float* convert) {
   const int depth = head_dim / Words<T>::kPair;
   const int panel = block / kTileCols * kTileCols;
   const int64_t step = std::min(kTileCols, blocks - panel) * kLanes;
@@ -161,10 +173,8 @@ static void pack_k_block(
   const uint8_t* converted[kLanes];
   if constexpr (Words<T>::kConvert) {
     for (int r = 0; r < kLanes; ++r) {
-      const T* row = reinterpret_cast<const T*>(rows[r]);
-      float* to = convert + r * head_dim;
-      for (int d = 0; d < head_dim; d += kLanes) store_n(to + d, load_n(row + d, head_dim - d), head_dim - d);
-      converted[r] = reinterpret_cast<const uint8_t*>(to);
+      widen_row(reinterpret_cast<const T*>(rows[r]), head_dim, convert + r * head_dim);
+      converted[r] = reinterpret_cast<const uint8_t*>(convert + r * head_dim);
     }
     rows = converted;
   }
@@ -207,8 +217,7 @@ static void pack_v_block(
 template <class T>
 static void pack_q_row(const T* q, int head_dim, uint32_t* packed) {
   if constexpr (Words<T>::kConvert) {
-    float* to = reinterpret_cast<float*>(packed);
-    for (int d = 0; d < head_dim; d += kLanes) store_n(to + d, load_n(q + d, head_dim - d), head_dim - d);
+    widen_row(q, head_dim, reinterpret_cast<float*>(packed));
   } else {
     std::memcpy(packed, q, head_dim * sizeof(T));
   }

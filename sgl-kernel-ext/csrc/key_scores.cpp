@@ -99,7 +99,8 @@ void score_all(Scoring& p, const at::Tensor& q) {
       std::fill(sums.begin(), sums.end(), 0.0f);
       for_each_query<T>(p, split, head, [&](int query, float* scores) {
         const float* state = p.state(0, head, query);
-        const Vec scale = splat(p.scale_log2), top = splat(state[0]), inverse = splat(1.0f / state[1]);
+        const Vec scale = splat(p.scale_log2), top = splat(state[0]);
+        const Vec inverse = splat(1.0f / state[1]);
         const int seen = p.seen(split, query);
         float* sum = sums.data() + query % p.gqa * kSplit;
         for (int at = 0; at < seen; at += kLanes) {
@@ -120,7 +121,11 @@ void score_all(Scoring& p, const at::Tensor& q) {
 }  // namespace
 
 at::Tensor key_scores(
-    const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& slots, double scale, bool causal) {
+    const at::Tensor& q,
+    const at::Tensor& k_pool,
+    const at::Tensor& slots,
+    double scale,
+    bool causal) {
   Scoring p{};
   p.k = kv_pool(k_pool);
   p.slots = slots.const_data_ptr<int32_t>();
