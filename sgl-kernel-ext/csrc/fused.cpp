@@ -73,13 +73,21 @@ void for_norm_groups(const Rows<T>& x, int64_t n, const Load& load, const Body& 
   });
 }
 
-// e^-x; the second term carries what the rounding of x * log2(e) loses.
+// e^-x = e^r * 2^n to 2 ulp without fma too; beyond [-87, 100] what 1 + e^-x cannot tell apart.
 Vec exp_neg(Vec x) {
-  const Vec y = max(splat(0.0f) - x, splat(-88.0f));
-  const Vec log2e = splat(0x1.715476p+0f), log2e_low = splat(0x1.4ae0cp-26f);
-  const Vec t = y * log2e;
-  const Vec lost = fma(y, log2e_low, fma(y, log2e, splat(0.0f) - t));
-  return exp2(t) * fma(lost, splat(0x1.62e430p-1f), splat(1.0f));
+  const Vec zero = splat(0.0f), log2e = splat(0x1.715476p+0f);
+  const Vec y = max(zero - max(x, splat(-100.0f)), splat(-87.0f));
+  const Vec t = zero - max(zero - y * log2e, splat(-127.0f));
+  const float rounder = 12582912.0f;  // 1.5 * 2^23: the low bits of t + rounder are round(t)
+  const Vec shifted = t + splat(rounder), n = shifted - splat(rounder);
+  // n times the short high part of ln 2 is exact.
+  const Vec r = y - n * splat(0x1.62e4p-1f) - n * splat(0x1.7f7d1cp-20f);
+  Vec power;
+  SGL_FOR_PARTS {
+    const NativeI32 exponent = (NativeI32)shifted.part[i] - (std::bit_cast<int32_t>(rounder) - 127);
+    power.part[i] = (NativeF32)(exponent << 23);
+  }
+  return exp2(r * log2e) * power;
 }
 
 }  // namespace

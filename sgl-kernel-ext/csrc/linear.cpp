@@ -30,14 +30,16 @@ void run(const LinearArgs<T>& p) {
     // Row chunks vary fastest: a chunk of weights is used up while it is in the cache.
     const int64_t row_begin = task % row_chunks * rows;
     const int64_t row_end = std::min(p.M, row_begin + rows);
+    // Tiles of even height: 9 rows run faster as 5 + 4 than as 8 + 1.
+    const int64_t height = ceil_div(row_end - row_begin, ceil_div(row_end - row_begin, kTileRows));
     int64_t block = task / row_chunks * cols;
     const int64_t block_end = std::min(blocks, block + cols);
     while (block < block_end) {
       // Several row tiles reuse one block; a single one takes all blocks, in wide tiles.
       const int64_t next = one_tile ? block_end : block + 1;
-      for (int64_t row = row_begin; row < row_end; row += kTileRows)
-        linear_tiles_of<T>(std::min<int64_t>(kTileRows, row_end - row), p, row,
-                           block * kVecsPerBlock, next * kVecsPerBlock);
+      for (int64_t row = row_begin; row < row_end; row += height)
+        linear_tiles_of<T>(std::min(height, row_end - row), p, row, block * kVecsPerBlock,
+                           next * kVecsPerBlock);
       block = next;
     }
   });
