@@ -63,6 +63,7 @@ def test_variants_stay_within_the_server():
         "draft_len 1": {"draft_len": 1},
         "draft_len 2": {"draft_len": 2},
         "ratio 0.05": {"ratio": 0.05},
+        "random-kv": {"compressor": "random-kv"},
     }
     with pytest.raises(ValueError, match="off"):
         verify.variants(config | {"mode": "off"})
@@ -102,7 +103,7 @@ def test_verify_passes_on_equal_outputs(server, capsys):
     assert main(["verify", "--n", "2"]) == 0
     report = last_line(capsys)
     assert report["identical"] and report["drafted"] == 4 * 8
-    assert report["requests"] == 2 * 2 * (2 + len(verify.DRAFT_LENGTHS) + 1)
+    assert report["requests"] == 2 * 2 * (2 + len(verify.DRAFT_LENGTHS) + 2)
 
 
 def test_verify_fails_on_a_mismatch(server, capsys):

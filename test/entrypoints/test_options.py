@@ -16,6 +16,7 @@ LOSSY = VeriCacheConfig(allow_unverified=True)
         {"enabled": False},
         {"enabled": True, "unverified": False},
         {"draft_len": 0},
+        {"compressor": "random-kv"},
         {"draft_len": 8, "ratio": 0.25, "window": 16, "sinks": 0},
     ],
 )
@@ -43,6 +44,9 @@ def test_accepted(asked):
         ({"window": 32}, ["window", "16", "32"]),
         ({"window": 0}, ["window", "0"]),
         ({"kernel": 4}, ["kernel", "odd"]),
+        ({"compressor": "zip"}, ["compressor", "'zip'", "snapkv", "streaming"]),
+        ({"compressor": 3}, ["compressor", "3", "snapkv"]),
+        ({"compressor": ["snapkv"]}, ["compressor", "supported"]),
         ([], ["object", "[]"]),
         (False, ["object", "False"]),
     ],

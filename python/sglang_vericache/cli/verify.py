@@ -1,8 +1,8 @@
 """``vericache verify``: compare a live server's output with VeriCache on and off, bit for bit.
 
 Every prompt is decoded greedily and with a seed, first plainly (``{"enabled": false}``), then with
-VeriCache as the server was started, with other draft lengths and with half the ratio. Token ids and
-logprobs must agree: with plain decoding (level X1) and with each other (level X0).
+VeriCache as the server was started, with other draft lengths, with half the ratio and with random
+views. Token ids and logprobs must agree: with plain decoding (level X1) and with each other (X0).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sglang_vericache.cli.prompts import Prompt, built_in, from_file
 TIMEOUT = 600.0
 PLAIN, DEFAULT = "off", "on"
 DRAFT_LENGTHS = (1, 2, 4)
+GARBAGE = "random-kv"  # a view of random tokens: accepts little and must still agree
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "sampling_seed": 1234},
@@ -130,7 +131,7 @@ class Server:
     def decode(
         self, prompt: Prompt, sampling: dict[str, Any], vericache: dict[str, Any]
     ) -> Decoded:
-        body = {
+        body: dict[str, Any] = {
             "text": prompt.text,
             "sampling_params": {
                 **sampling,
@@ -177,7 +178,7 @@ def variants(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {PLAIN: {"enabled": False}, DEFAULT: {}}
     settings |= {f"draft_len {k}": {"draft_len": k} for k in DRAFT_LENGTHS if k <= limit}
     ratio = config["ratio"] / 2
-    return settings | {f"ratio {ratio:g}": {"ratio": ratio}}
+    return settings | {f"ratio {ratio:g}": {"ratio": ratio}, GARBAGE: {"compressor": GARBAGE}}
 
 
 Outputs = dict[tuple[str, str], dict[str, Decoded]]
@@ -247,20 +248,26 @@ def token_at(decoded: Decoded, i: int) -> tuple[int, float] | None:
 
 
 def summary(outputs: Outputs, found: Sequence[Mismatch], status: dict[str, Any]) -> dict[str, Any]:
-    """Figures of the whole run; acceptance is that of the server's own settings."""
-    default = [by_settings[DEFAULT] for by_settings in outputs.values()]
-    plain = [by_settings[PLAIN] for by_settings in outputs.values()]
-    drafted, accepted = sum(d.drafted for d in default), sum(d.accepted for d in default)
-    margins = sorted(margin for d in plain for margin in d.margins)
+    """Figures of the whole run; drafted, accepted and acceptance of the server's own settings."""
+    by_settings: dict[str, list[Decoded]] = {}
+    for of_prompt in outputs.values():
+        for settings, decoded in of_prompt.items():
+            by_settings.setdefault(settings, []).append(decoded)
+    acceptance = {
+        settings: sum(d.accepted for d in decoded) / max(sum(d.drafted for d in decoded), 1)
+        for settings, decoded in by_settings.items()
+    }
+    margins = sorted(margin for d in by_settings[PLAIN] for margin in d.margins)
     return {
         "identical": not found,
         "x0_mismatches": sum(m.level == "X0" for m in found),
         "x1_mismatches": sum(m.level == "X1" for m in found),
-        "requests": sum(map(len, outputs.values())),
-        "tokens": sum(len(d.ids) for by in outputs.values() for d in by.values()),
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance": accepted / drafted if drafted else 0.0,
+        "requests": sum(map(len, by_settings.values())),
+        "tokens": sum(len(d.ids) for decoded in by_settings.values() for d in decoded),
+        "drafted": sum(d.drafted for d in by_settings[DEFAULT]),
+        "accepted": sum(d.accepted for d in by_settings[DEFAULT]),
+        "acceptance": acceptance[DEFAULT],
+        "acceptance_by_settings": acceptance,
         "smallest_margin": margins[0] if margins else None,
         "median_margin": margins[len(margins) // 2] if margins else None,
         "compressor": status["config"]["compressor"],

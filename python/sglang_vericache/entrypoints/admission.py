@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 
@@ -17,6 +17,7 @@ from sglang_vericache.compressors import Settings, create
 from sglang_vericache.config import VeriCacheConfig, config_of
 from sglang_vericache.hooks import Hook
 from sglang_vericache.sampling.requests import assign_seed, check_supported
+from sglang_vericache.speculative.state import CHOICES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 KEY = "vericache"
 WHERE = f"custom_params.{KEY}"
 NARROWABLE = tuple(field.name for field in fields(Settings) if field.name != "seed")
-OPTIONS = ("enabled", "unverified", "draft_len", *NARROWABLE)
+OPTIONS = (*CHOICES, *NARROWABLE)
 
 
 def check_options(asked: Any, config: VeriCacheConfig) -> None:
     """Check a request's own ``custom_params.vericache``.
 
     Args:
-        asked: the value as it came: ``enabled`` and ``unverified`` (bool), ``draft_len`` (int) and
-            the compressor settings ``NARROWABLE``.
+        asked: the value as it came: ``enabled`` and ``unverified`` (bool), ``draft_len`` (int),
+            ``compressor`` (a registered name) and the settings ``NARROWABLE``.
         config: of the server; no number may exceed its own.
 
     Raises:
@@ -58,7 +59,8 @@ def check_options(asked: Any, config: VeriCacheConfig) -> None:
     _check_draft_len(asked.get("draft_len", 0), config.reserved_draft_len)
     try:
         narrowed = {key: asked[key] for key in NARROWABLE if key in asked}
-        create(config.compressor, config.compressor_settings.narrowed(narrowed))
+        compressor = str(asked.get("compressor", config.compressor))
+        create(compressor, config.compressor_settings.narrowed(narrowed))
     except ValueError as error:
         raise ValueError(f"{WHERE}: {error}") from None
 
@@ -82,7 +84,7 @@ def admit(tokenized: Any, self: TokenizerManager, *args: Any, **kwargs: Any) -> 
     others = copy(tokenized)
     others.sampling_params = copy(params)
     others.sampling_params.custom_params = None
-    check_supported(others, config)
+    check_supported(others, cast(Any, config))
 
 
 def seed_one(self: TokenizerManager, tokenized_obj: TokenizedGenerateReqInput) -> None:
