@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from starlette.requests import Request
 
@@ -39,33 +39,36 @@ def tokenized(**params):
     )
 
 
+def admit(server, request=None, **fields):
+    obj = GenerateReqInput(text="", sampling_params={}, **fields)
+    admission.admit(request or tokenized(), server, obj)
+
+
 @pytest.mark.parametrize("server", [ON, OFF])
 def test_options_are_checked(server):
-    admission.admit(tokenized(custom_params={"vericache": {"enabled": False}}), server)
-    admission.admit(tokenized(custom_params={"thinking_budget": 3}), server)
-    admission.admit(tokenized(), server)
+    admit(server, tokenized(custom_params={"vericache": {"enabled": False}}))
+    admit(server, tokenized(custom_params={"thinking_budget": 3}))
+    admit(server)
     with pytest.raises(ValueError, match="enabeld"):
-        admission.admit(tokenized(custom_params={"vericache": {"enabeld": False}}), server)
+        admit(server, tokenized(custom_params={"vericache": {"enabeld": False}}))
 
 
 @pytest.mark.parametrize("server", [ON, OFF])
-def test_unsupported_parameter_is_named(server):
-    request = tokenized()
-    request.return_hidden_states = True
-    with pytest.raises(ValueError, match="return_hidden_states"):
-        admission.admit(request, server)
+@pytest.mark.parametrize("name", ["return_hidden_states", "return_entropy"])
+def test_unsupported_parameter_is_named(server, name):
+    with pytest.raises(ValueError, match=name):
+        admit(server, **{name: True})
 
 
 def test_inert_on_a_stock_server():
     request = tokenized(custom_params={"vericache": {"enabeld": False}})
-    request.return_hidden_states = True
-    admission.admit(request, STOCK)
+    admit(STOCK, request, return_hidden_states=True)
     admission.seed_one(STOCK, request)
     assert request.sampling_params.sampling_seed is None
 
 
 def test_other_requests_pass():
-    admission.admit(SimpleNamespace(sampling_params=None), ON)
+    admission.admit(SimpleNamespace(sampling_params=None), ON, None)
     admission.seed_one(ON, SimpleNamespace(sampling_params=None))
 
 

@@ -41,6 +41,8 @@ def test_accepted(asked):
         ({"ratio": 0}, ["ratio", "0"]),
         ({"ratio": -0.1}, ["ratio", "-0.1"]),
         ({"ratio": "0.1"}, ["ratio", "0.1"]),
+        ({"ratio": float("nan")}, ["ratio", "nan"]),
+        ({"ratio": True}, ["ratio", "True"]),
         ({"window": 32}, ["window", "16", "32"]),
         ({"window": 0}, ["window", "0"]),
         ({"kernel": 4}, ["kernel", "odd"]),

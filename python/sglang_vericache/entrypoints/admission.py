@@ -72,7 +72,7 @@ def _check_draft_len(value: Any, most: int) -> None:
         )
 
 
-def admit(tokenized: Any, self: TokenizerManager, *args: Any, **kwargs: Any) -> None:
+def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
     """``TokenizerManager._create_tokenized_object`` after: refuse what would not be honoured."""
     config = config_of(self.server_args)
     if config is None or not _generates(tokenized):
@@ -81,7 +81,7 @@ def admit(tokenized: Any, self: TokenizerManager, *args: Any, **kwargs: Any) -> 
     asked = (params.custom_params or {}).get(KEY)
     if asked is not None:
         check_options(asked, config)
-    others = copy(tokenized)
+    others = copy(obj)
     others.sampling_params = copy(params)
     others.sampling_params.custom_params = None
     check_supported(others, cast(Any, config))
