@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from server.harness import Ask, Result, ServerSpec
+from server.harness import Ask, LiveServer, Result, ServerSpec
 
 if TYPE_CHECKING:
     from server.pool import ServerPool
@@ -60,27 +60,43 @@ def assert_identical(
 
 
 class Reference:
-    """Answers of another server, asked once a session.
+    """Plain answers of one server; the same request is asked once a session.
 
     Args:
         pool: starts the server when an answer is missing.
-        spec: of the server; its answers are those of plain decoding, so ``vericache`` of a request
-            is left out.
+        spec: of the server.
+        vericache: replaces that of every request; None for a server without drafts.
     """
 
-    def __init__(self, pool: ServerPool, spec: ServerSpec):
-        self._pool, self._spec = pool, spec
+    def __init__(
+        self, pool: ServerPool, spec: ServerSpec, vericache: Mapping[str, Any] | None = None
+    ):
+        self._pool, self._spec, self._vericache = pool, spec, vericache
         self._answers: dict[str, Result] = {}
+
+    def server(self) -> LiveServer:
+        """The server itself, for other questions."""
+        return self._pool.get(self._spec)
 
     def answers(self, asks: Iterable[Ask]) -> list[Result]:
         """Plain answers to ``asks``, in order."""
-        bare = [replace(ask, vericache=None) for ask in asks]
-        keys = [_key(ask.body()) for ask in bare]
-        missing = {k: a for k, a in zip(keys, bare, strict=True) if k not in self._answers}
+        changed = [_plain(ask, self._vericache) for ask in asks]
+        keys = [_key(ask.body()) for ask in changed]
+        missing = {k: a for k, a in zip(keys, changed, strict=True) if k not in self._answers}
         if missing:
-            found = self._pool.get(self._spec).concurrently(missing.values())
+            server = self.server()
+            first = next(iter(missing.values()))
+            if not isinstance(first.prompt, str):
+                server.warm(first.prompt)  # prompts of one question share most of their text
+            found = server.concurrently(missing.values())
             self._answers.update(zip(missing, found, strict=True))
         return [self._answers[key] for key in keys]
+
+
+def _plain(ask: Ask, vericache: Mapping[str, Any] | None) -> Ask:
+    # Request ids are unique on a server, and a reference is asked by several tests.
+    fields = {name: value for name, value in ask.fields.items() if name != "rid"}
+    return replace(ask, vericache=vericache, fields=fields)
 
 
 def _key(body: Mapping[str, Any]) -> str:

@@ -1,17 +1,19 @@
 """Runs tests of one server together; see ``harness.py``."""
 
+import functools
+import signal
 from pathlib import Path
 
 import pytest
 
 from prompts import Corpus, load_tokenizer
-from server.comparing import Reference
+from server.comparing import PLAIN, Reference
 from server.harness import ServerSpec
 from server.pool import ServerPool
+from server.specs import OFF
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 HERE = Path(__file__).parent
-OFF = ("--vericache", "off")
 
 
 def pytest_configure(config):
@@ -38,10 +40,12 @@ def _spec(item):
 
 @pytest.fixture(scope="session")
 def pool():
-    """The session's server processes."""
+    """The session's server processes; they end with it, SIGTERM included."""
     pool = ServerPool()
+    previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))
     yield pool
     pool.close()
+    signal.signal(signal.SIGTERM, previous)
 
 
 @pytest.fixture
@@ -53,12 +57,20 @@ def server(request, pool):
 
 
 @pytest.fixture(scope="session")
-def references(pool):
-    """Plain answers by dtype: ``references["bfloat16"]``, of servers with VeriCache off."""
-    return {
-        "bfloat16": Reference(pool, ServerSpec(OFF)),
-        "float32": Reference(pool, ServerSpec((*OFF, "--dtype", "float32"))),
-    }
+def off(pool):
+    """Answers by dtype of servers with VeriCache off, as in ``off["bfloat16"].answers(asks)``."""
+    return {dtype: Reference(pool, spec) for dtype, spec in OFF.items()}
+
+
+@pytest.fixture(scope="session")
+def _plain_answers(pool):
+    return functools.cache(lambda spec: Reference(pool, spec, PLAIN))
+
+
+@pytest.fixture
+def without_drafts(request, _plain_answers):
+    """Answers of the test's own server to requests that ask for plain decoding."""
+    return _plain_answers(_spec(request.node))
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,11 @@ A test names its server with ``@pytest.mark.server(ServerSpec(...))`` and takes 
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from sglang_vericache.embedded_model import ensure_embedded_model
 
 REQUEST_SECONDS = 300.0
 IDLE_SECONDS = 60.0
+MAX_CONNECTIONS = 64
 # Requests of a 30 s start share servers, so pools are sized for this many tokens unless a test says
 # otherwise.
 POOL_TOKENS = "32768"
@@ -138,7 +140,7 @@ class LiveServer:
     def __init__(self, process: Server):
         self.process = process
         self.url = process.url
-        self._session = requests.Session()
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS)
 
     def post(self, path: str, body: Mapping[str, Any], **options: Any) -> requests.Response:
         """``POST`` without a check of the status; ``options`` go to ``requests``."""
@@ -157,11 +159,37 @@ class LiveServer:
         """
         return Result.of(_checked(self.post("/generate", ask.body())))
 
+    def submit(self, ask: Ask) -> Future[Result]:
+        """Send one request from another thread."""
+        return self._threads.submit(self.answer, ask)
+
     def concurrently(self, asks: Iterable[Ask]) -> list[Result]:
         """Send all at once, each on its own connection; answers in order."""
-        asks = list(asks)
-        with ThreadPoolExecutor(max(1, len(asks))) as threads:
-            return list(threads.map(self.answer, asks))
+        return [future.result() for future in [self.submit(ask) for ask in asks]]
+
+    def warm(self, prompt: tuple[int, ...]) -> None:
+        """Have the KV of a prompt computed and cached, unless it is."""
+        self.answer(Ask(prompt, tokens=1))
+
+    def stream(self, ask: Ask) -> list[Result]:
+        """Send one request and read its stream: the output so far after every chunk.
+
+        Raises:
+            RequestFailed: any status but 200.
+        """
+        response = self.post("/generate", ask.body() | {"stream": True}, stream=True)
+        if response.status_code != 200:
+            raise RequestFailed(response.status_code, response.text)
+        data = (line[6:] for line in response.iter_lines() if line.startswith(b"data: "))
+        return [Result.of(json.loads(chunk)) for chunk in data if chunk != b"[DONE]"]
+
+    def streams(self, asks: Iterable[Ask]) -> list[list[Result]]:
+        """Stream all at once; see ``stream``."""
+        return list(self._threads.map(self.stream, asks))
+
+    def abort(self, rid: str) -> None:
+        """Cancel a request by its id, which ``Ask.fields`` set."""
+        self.post("/abort_request", {"rid": rid})
 
     def batch(self, asks: Iterable[Ask]) -> list[Result]:
         """Send all in one HTTP request, so that the scheduler receives them together.
@@ -176,7 +204,7 @@ class LiveServer:
         return [Result.of(answer) for answer in _checked(self.post("/generate", body))]
 
     def get(self, path: str) -> Any:
-        return _checked(self._session.get(self.url + path, timeout=60))
+        return _checked(requests.get(self.url + path, timeout=60))
 
     def counters(self) -> dict[str, Any]:
         """Counters of ``GET /vericache``."""

@@ -7,9 +7,10 @@ from threading import Thread
 import pytest
 
 from server.comparing import assert_identical, difference, plain
-from server.harness import Ask, RequestFailed, Result, ServerSpec
+from server.harness import Ask, RequestFailed, Result
+from server.specs import DRAFTING
 
-pytestmark = pytest.mark.server(ServerSpec())
+pytestmark = pytest.mark.server(DRAFTING["bfloat16"])
 
 PROMPT = tuple(range(1000, 1040))
 
@@ -45,7 +46,7 @@ def test_batch_and_concurrent_answers_keep_their_order(server):
 
 
 def test_a_running_request_is_not_idle(server):
-    ask = Ask(PROMPT, tokens=400)
+    ask = Ask(PROMPT, tokens=96)
     running = Thread(target=server.answer, args=(ask,))
     running.start()
     while (load := server.load())["num_running_reqs"] == 0:

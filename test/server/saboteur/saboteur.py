@@ -1,0 +1,62 @@
+"""An SGLang plugin for negative controls; only servers with this folder on their path load it.
+
+It acts on requests by their id and tells on its process's output what it saw:
+
+- ``perturb-...``: doubles one K row (of ``POSITION``, in ``LAYER``) before each decode pass;
+- ``script-A,B,...``: in round r draws a wrong token at the r-th (cyclic) draft position listed, so
+  that the verify pass must accept exactly the drafts before it; prints a line for every pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+POSITION, LAYER = 7, 11
+MARK = "saboteur:"
+_WORKER = "sglang_vericache.speculative.worker.VeriCacheWorker"
+_rounds: Counter[str] = Counter()
+
+
+def register() -> None:
+    """Entry point; runs in every process of the server."""
+    HookRegistry.register(f"{_WORKER}._forward", perturb, HookType.BEFORE)
+    HookRegistry.register(f"{_WORKER}._commit", misdraft, HookType.BEFORE)
+
+
+def perturb(self: Any, batch: Any, step: Any) -> None:
+    """Double one K row of every ``perturb`` request."""
+    for req in batch.reqs:
+        if req.rid.startswith("perturb-"):
+            slot = self.chooser.req_to_token[req.kv.req_pool_idx, POSITION]
+            self.chooser.pool.get_key_buffer(LAYER)[slot] *= 2
+
+
+def misdraft(self: Any, batch: Any, step: Any, output: Any, settled: Any) -> None:
+    """Report a pass of every ``script`` request, and spoil the draft its script names."""
+    for i, state in enumerate(step.states):
+        rid = state.req.rid
+        if not rid.startswith("script-"):
+            continue
+        accepted = settled.accept_len[i]
+        script = [int(word) for word in rid.split("-")[1].split(",")]
+        wrong_at = script[_rounds[rid] % len(script)]
+        report = {
+            "rid": rid,
+            "wrong_at": wrong_at,
+            "drafts": len(state.drafts),
+            "accepted": accepted - 1,
+            "sequence": len(state.req.origin_input_ids) + len(state.req.output_ids),
+            "committed": state.committed,
+            "view_length": state.view_length,
+            "tail_start": int(step.rows.tail_start[i]),
+            "tail_end": int(step.rows.tail_end[i]),
+        }
+        print(MARK, json.dumps(report), flush=True)
+        if accepted:
+            _rounds[rid] += 1
+        elif len(state.drafts) == wrong_at:
+            settled.tokens[i][0] = (settled.tokens[i][0] + 1) % output.next_token_logits.shape[1]

@@ -1,0 +1,47 @@
+"""The servers of the exactness tests: few, and each unlike the others in several ways."""
+
+from __future__ import annotations
+
+import json
+
+from server.harness import ServerSpec
+
+MAX_DRAFT_LEN = 32
+RATIO = 0.1
+WINDOW = 16
+MIN_TOKENS = 4
+# Small limits, so that views drop tokens of short contexts too.
+VIEWS = (
+    *("--vericache-compressor", "snapkv", "--vericache-ratio", str(RATIO)),
+    *("--vericache-settings", json.dumps({"window": WINDOW, "min_tokens": MIN_TOKENS})),
+)
+FIXED = (*VIEWS, "--vericache-draft-len", str(MAX_DRAFT_LEN), "--vericache-refresh", "1")
+AUTO = (*VIEWS, "--vericache-draft-len", "auto", "--vericache-min-context", "64")
+FP32 = ("--dtype", "float32")
+
+# With a fixed draft length (every shorter one and every compressor by request), by dtype.
+DRAFTING = {
+    "bfloat16": ServerSpec((*FIXED, "--vericache-allow-unverified")),
+    "float32": ServerSpec((*FIXED, *FP32, "--page-size", "64", "--chunked-prefill-size", "512")),
+}
+# With adaptive draft lengths.
+ADAPTIVE = {
+    "bfloat16": ServerSpec((*AUTO, "--page-size", "16", "--chunked-prefill-size", "128")),
+    "float32": ServerSpec((*AUTO, *FP32)),
+}
+# The reference: page size 1, the default chunk size.
+OFF = {
+    "bfloat16": ServerSpec(("--vericache", "off")),
+    "float32": ServerSpec(("--vericache", "off", *FP32)),
+}
+PAGE_SIZES = {1: DRAFTING["bfloat16"], 16: ADAPTIVE["bfloat16"], 64: DRAFTING["float32"]}
+# Pool and context so small that requests run out of either.
+CROWDED = ServerSpec(
+    (*FIXED, "--max-total-tokens", "1024", "--context-length", "640", "--max-running-requests", "8")
+)
+# Stock SGLang on this CPU.
+STOCK = ServerSpec(
+    ("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *FP32),
+    stock=True,
+)
+COMPRESSORS = ("identity", "streaming", "snapkv", "snapkv-per-head", "random-kv")
