@@ -39,13 +39,13 @@ def extension(isa: str) -> CppExtension:
         name=f"sgl_kernel_ext._C_{isa}",
         sources=SOURCES,
         include_dirs=[str(ROOT / "csrc")],
-        # -fopenmp at compile time only: linking it would load a second libgomp beside torch's.
-        # -ffp-contract=off keeps a row's arithmetic independent of how loops were unrolled.
         extra_compile_args=[
             "-O3",
             "-std=c++20",
-            "-fopenmp",
+            # Keeps a row's arithmetic independent of how loops were unrolled.
             "-ffp-contract=off",
+            # Several of the modules, with equal symbols, may live in one process.
+            "-fvisibility=hidden",
             "-g0",
             # gcc 12 warns about its own AVX-512 headers.
             "-Wno-maybe-uninitialized",

@@ -38,7 +38,9 @@ constexpr int kTileVecs = R == 1   ? 8
 #else
 constexpr int kTileRows = kNativeLanes == 8 ? 6 : 2;
 template <int R>
-constexpr int kTileVecs = 1;
+constexpr int kTileVecs = R == 1   ? kNativeLanes / 2
+                          : R == 2 ? kNativeLanes / 4
+                                   : 1;
 #endif
 
 // Elements in one packed block of columns.
@@ -87,7 +89,7 @@ void linear_tile(const LinearArgs<T>& p, int64_t row, int64_t vec) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       if constexpr (kIsBf16<T>)
-        std::memcpy(&b[v], w[v] + k * kBlock, sizeof(Vec));
+        b[v] = load16(reinterpret_cast<const float*>(w[v] + k * kBlock));  // pairs as they are
       else
         b[v] = load16(w[v] + k * kBlock);
     }
