@@ -17,8 +17,8 @@
 namespace sgl_ext {
 namespace {
 
-// Blocks of 16 keys to fetch ahead of the one being packed.
-constexpr int kBlocksAhead = 2;
+// Keys to fetch ahead of the ones being read.
+constexpr int kKeysAhead = 8;
 
 template <class T>
 class Worker {
@@ -27,13 +27,11 @@ class Worker {
       : p_(problem),
         depth_(problem.head_dim / kPair),
         vecs_(ceil_div(problem.head_dim, kLanes)),
-        k_size_(kSplit * depth_),
-        v_size_(kSplit / kPair * vecs_ * kLanes),
         state_size_(problem.state_size()) {
     const int64_t sizes[] = {
-        kUnitQueries * depth_,      p_.head_limit(kPair) * k_size_, p_.head_limit(kPair) * v_size_,
-        kLanes * p_.head_dim,       kTileRows * kSplit,             kTileRows * kProbs,
-        kUnitQueries * state_size_, kUnitQueries * state_size_};
+        kUnitQueries * depth_,      kPanel * depth_,            kPanel / kPair * vecs_ * kLanes,
+        kLanes * p_.head_dim,       kUnitQueries * kSplit,      kUnitQueries * kProbs,
+        kUnitQueries * state_size_, kUnitQueries * state_size_, kPanel * kUnitHeads * p_.head_dim};
     float* parts[std::size(sizes)];
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
@@ -47,11 +45,11 @@ class Worker {
     probs_ = reinterpret_cast<uint32_t*>(parts[5]);
     state_ = parts[6];
     partial_ = parts[7];
+    stage_ = reinterpret_cast<uint8_t*>(parts[8]);
   }
 
   void run(const Item& item) {
     Unit& unit = p_.units[item.unit];
-    fetched_ = item.split_begin * kSplit;
     fetch_end_ = std::min(item.split_end * kSplit, p_.visible(unit, unit.queries - 1));
     for (int h = 0; h < unit.heads; ++h) {
       for (int i = 0; i < unit.queries; ++i) {
@@ -87,7 +85,8 @@ class Worker {
  private:
   static constexpr int kPair = Words<T>::kPair;
   static constexpr int kProbs = kSplit / kPair;
-  using Rows = const uint8_t*[kSplit];
+  static constexpr int kPanel = kTileCols * kLanes;  // keys
+  using Rows = const uint8_t*[kPanel];
 
   // Writes the split's state of every query that sees any of it; returns the first of those.
   int attend(const Unit& unit, int split, float* states) {
@@ -98,92 +97,110 @@ class Worker {
     const int count = seen(unit.queries - 1);
     const int blocks = ceil_div(count, kLanes);
 
-    int32_t slots[kSplit];
-    unit.list.copy(begin, count, slots);
-    if (!all_below(slots, count, std::min(p_.k.slots, p_.v.slots))) {
+    int32_t slots[kSplit + kKeysAhead];
+    const int ahead = std::min(kKeysAhead, fetch_end_ - begin - count);
+    unit.list.copy(begin, count + ahead, slots);
+    if (!all_below(slots, count + ahead, std::min(p_.k.slots, p_.v.slots))) {
       p_.bad_slot.store(true, std::memory_order_relaxed);
       return unit.queries;
     }
-    Rows k_rows[kUnitHeads], v_rows[kUnitHeads];
-    for (int h = 0; h < unit.heads; ++h) {
-      locate_rows(p_.k, unit.first_head + h, slots, count, k_rows[h]);
-      locate_rows(p_.v, unit.first_head + h, slots, count, v_rows[h]);
-    }
-    for (int b = 0; b < blocks; ++b) {
-      prefetch(unit, begin + (b + 1 + kBlocksAhead) * kLanes);
+    for (int panel = 0; panel < count; panel += kPanel) {
+      stage(p_.k, unit, slots + panel, std::min(kPanel, count - panel), count + ahead - panel);
+      const int width = std::min(kTileCols, blocks - panel / kLanes);
       for (int h = 0; h < unit.heads; ++h) {
-        pack_k_block<T>(
-            k_rows[h] + b * kLanes, b, blocks, p_.head_dim, k_ + h * k_size_, convert_);
-        pack_v_block<T>(
-            v_rows[h] + b * kLanes, b, blocks * kLanes / kPair, p_.head_dim, v_ + h * v_size_);
+        Rows rows;
+        locate_staged(unit, h, std::min(kPanel, count - panel), rows);
+        for (int b = 0; b < width; ++b) {
+          pack_k_block<T>(rows + b * kLanes, b, width, p_.head_dim, k_, convert_);
+        }
+        const int64_t at = h * unit.queries;
+        for (int i = first; i < unit.queries; i += kTileRows) {
+          gemm_rows<T>(
+              std::min(kTileRows, unit.queries - i), q_ + (at + i) * depth_, depth_, k_, depth_,
+              width, scores_ + (at + i) * kSplit + panel, kSplit);
+        }
       }
     }
     for (int h = 0; h < unit.heads; ++h) {
-      // Memory need not idle meanwhile: fetch the start of the next split.
-      prefetch(unit, begin + count + (h + 2) * kBlocksAhead * kLanes);
-      const int64_t at = h * unit.queries;
-      attend_head(
-          unit.queries, first, seen, v_rows[h], q_ + at * depth_, k_ + h * k_size_,
-          v_ + h * v_size_, states + at * state_size_);
+      for (int i = first; i < unit.queries; ++i) {
+        const int64_t at = h * unit.queries + i;
+        softmax_split<T>(
+            scores_ + at * kSplit, seen(i), blocks, p_.scale_log2, probs_ + at * kProbs,
+            states + at * state_size_);
+      }
+    }
+    for (int panel = 0; panel < count; panel += kPanel) {
+      const int keys = std::min(kPanel, count - panel);
+      stage(p_.v, unit, slots + panel, keys, count + ahead - panel);
+      for (int h = 0; h < unit.heads; ++h) {
+        add_values(unit, h, first, panel, keys, seen, states);
+      }
     }
     return first;
   }
 
+  // Adds probabilities times values of a staged panel to the states of one KV head.
   template <class Seen>
-  void attend_head(
-      int queries,
-      int first,
-      const Seen& seen,
-      const Rows& v_rows,
-      const uint32_t* q,
-      const uint32_t* k,
-      uint32_t* v,
-      float* states) {
-    const int count = seen(queries - 1);
-    const int blocks = ceil_div(count, kLanes);
-    const int v_depth = blocks * kLanes / kPair;
+  void add_values(
+      const Unit& unit, int h, int first, int panel, int keys, const Seen& seen, float* states) {
+    Rows rows;
+    locate_staged(unit, h, keys, rows);
+    const auto seen_here = [&](int i) { return std::clamp(seen(i) - panel, 0, keys); };
     // A key that only later rows see has probability 0 for a row, yet 0 * NaN is not 0: where such
     // a key is not finite, each row gets its own V.
-    const bool row_by_row = !all_finite<T>(v_rows + seen(first), count - seen(first), p_.head_dim);
+    const int all_see = seen_here(first);
+    const bool row_by_row = !all_finite<T>(rows + all_see, keys - all_see, p_.head_dim);
+    const int width = ceil_div(keys, kLanes), depth = width * kLanes / kPair;
+    const auto pack = [&](const Rows& from) {
+      for (int b = 0; b < width; ++b) {
+        pack_v_block<T>(from + b * kLanes, b, depth, p_.head_dim, v_);
+      }
+    };
+    if (!row_by_row) pack(rows);
     const int step = row_by_row ? 1 : kTileRows;
-    for (int i = first; i < queries; i += step) {
-      const int rows = std::min(step, queries - i);
-      if (row_by_row) pack_visible_v(v_rows, seen(i), blocks, v);
-      gemm_rows<T>(rows, q + i * depth_, depth_, k, depth_, blocks, scores_, kSplit);
-      for (int r = 0; r < rows; ++r) {
-        softmax_split<T>(
-            scores_ + r * kSplit, seen(i + r), blocks, p_.scale_log2, probs_ + r * kProbs,
-            states + (i + r) * state_size_);
+    for (int i = first; i < unit.queries; i += step) {
+      if (row_by_row) {
+        Rows own;
+        std::copy_n(rows, seen_here(i), own);
+        std::fill(own + seen_here(i), own + width * kLanes, kZeroRow);
+        pack(own);
       }
+      const int64_t at = h * unit.queries + i;
       gemm_rows<T>(
-          rows, probs_, kProbs, v, v_depth, vecs_, states + i * state_size_ + kStateHeader,
-          state_size_);
+          std::min(step, unit.queries - i), probs_ + at * kProbs + panel / kPair, kProbs, v_, depth,
+          vecs_, states + at * state_size_ + kStateHeader, state_size_, panel > 0);
     }
   }
 
-  // Fetches the rows of the item's keys up to list index `end`, where that was not done before.
-  void prefetch(const Unit& unit, int end) {
-    end = std::min(end, fetch_end_);
-    for (; fetched_ < end; ++fetched_) {
-      int32_t slot;
-      unit.list.copy(fetched_, 1, &slot);
-      for (const KvPool* pool : {&p_.k, &p_.v}) {
-        const uint8_t* row = pool->base + slot * pool->slot_stride;
-        for (int h = 0; h < unit.heads; ++h) {
-          const uint8_t* head = row + (unit.first_head + h) * pool->head_stride;
-          for (size_t at = 0; at < p_.head_dim * sizeof(T); at += 64) __builtin_prefetch(head + at);
+  // Copies the rows of `count` slots, those of the unit's heads side by side, while it fetches rows
+  // further on in `slots` (of length `end`): reading memory in order keeps it at full speed.
+  void stage(const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end) {
+    const int64_t row_bytes = p_.head_dim * sizeof(T);
+    const bool dense = pool.head_stride == row_bytes;
+    const int spans = dense ? 1 : unit.heads;
+    const int64_t bytes = dense ? unit.heads * row_bytes : row_bytes;
+    const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
+    uint8_t* out = stage_;
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* row = base + slots[i] * pool.slot_stride;
+      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
+      for (int span = 0; span < spans; ++span) {
+        int64_t at = 0;
+        for (; at + 64 <= bytes; at += 64) {
+          fetch_line(later + at);
+          std::memcpy(out + at, row + at, 64);
         }
+        std::memcpy(out + at, row + at, bytes - at);
+        row += pool.head_stride, later += pool.head_stride, out += bytes;
       }
     }
   }
 
-  void pack_visible_v(const Rows& rows, int visible, int blocks, uint32_t* v) {
-    Rows seen;
-    std::copy_n(rows, visible, seen);
-    std::fill(seen + visible, seen + blocks * kLanes, kZeroRow);
-    for (int b = 0; b < blocks; ++b) {
-      pack_v_block<T>(seen + b * kLanes, b, blocks * kLanes / kPair, p_.head_dim, v);
-    }
+  // Addresses of one head's staged rows, zero rows up to a full block of 16.
+  void locate_staged(const Unit& unit, int h, int count, Rows& rows) const {
+    const int64_t row_bytes = p_.head_dim * sizeof(T);
+    for (int i = 0; i < count; ++i) rows[i] = stage_ + (i * unit.heads + h) * row_bytes;
+    std::fill(rows + count, rows + round_up(count, kLanes), kZeroRow);
   }
 
   void merge(float* into, const float* from) const {
@@ -225,10 +242,11 @@ class Worker {
   Problem& p_;
   const int64_t depth_;
   const int vecs_;
-  const int64_t k_size_, v_size_, state_size_;
-  int fetched_, fetch_end_;
+  const int64_t state_size_;
+  int fetch_end_;
   uint32_t *q_, *k_, *v_, *probs_;
   float *convert_, *scores_, *state_, *partial_;
+  uint8_t* stage_;
 };
 
 template <class T>

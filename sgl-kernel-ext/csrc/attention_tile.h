@@ -64,10 +64,24 @@ SGL_INLINE Vec splat_word(uint32_t x) {
   return r;
 }
 
+// `resume` continues the chains that `c` holds.
 template <class T, int R, int C>
 static void gemm_tile(
-    const uint32_t* a, int64_t lda, const uint32_t* b, int depth, float* c, int64_t ldc) {
+    const uint32_t* a,
+    int64_t lda,
+    const uint32_t* b,
+    int depth,
+    float* c,
+    int64_t ldc,
+    bool resume) {
   Vec acc[R][C] = {};
+  if (resume) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < C; ++j) acc[r][j] = load16(c + r * ldc + j * kLanes);
+    }
+  }
   for (int k = 0; k < depth; ++k, b += C * kLanes) {
     Vec col[C];
 #pragma GCC unroll 4
@@ -96,15 +110,16 @@ static void gemm_rows(
     int depth,
     int vecs,
     float* c,
-    int64_t ldc) {
-  using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int, float*, int64_t);
+    int64_t ldc,
+    bool resume = false) {
+  using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int, float*, int64_t, bool);
   static constexpr auto kTiles = []<int... I>(std::integer_sequence<int, I...>) {
     return std::array<Tile, sizeof...(I)>{gemm_tile<T, I / kTileCols + 1, I % kTileCols + 1>...};
   }(std::make_integer_sequence<int, kTileRows * kTileCols>{});
   for (int v = 0; v < vecs; v += kTileCols) {
     const int width = std::min(kTileCols, vecs - v);
     kTiles[(rows - 1) * kTileCols + width - 1](
-        a, lda, b + int64_t{v} * kLanes * depth, depth, c + v * kLanes, ldc);
+        a, lda, b + int64_t{v} * kLanes * depth, depth, c + v * kLanes, ldc, resume);
   }
 }
 
@@ -184,6 +199,22 @@ static void pack_k_block(
   }
 }
 
+#if defined(__AVX512BF16__)
+// 32 bf16 of two rows -> two vectors of 16 words, word d holding element d of both.
+SGL_INLINE void interleave_32(const void* first, const void* second, uint32_t* low, uint32_t* high) {
+  alignas(64) static constexpr auto kOrder = [] {
+    std::array<uint16_t, 64> order{};
+    for (int d = 0; d < 32; ++d) order[2 * d] = d, order[2 * d + 1] = 32 + d;
+    return order;
+  }();
+  const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+  const __m512i lower = _mm512_load_si512(kOrder.data());
+  const __m512i upper = _mm512_load_si512(kOrder.data() + 32);
+  _mm512_storeu_si512(low, _mm512_permutex2var_epi16(a, lower, b));
+  _mm512_storeu_si512(high, _mm512_permutex2var_epi16(a, upper, b));
+}
+#endif
+
 // One block of 16 V rows into its rows of the packed V (`depth` words of keys in all, one column a
 // dimension, the last vector padded with zeros).
 template <class T>
@@ -191,11 +222,29 @@ static void pack_v_block(
     const uint8_t* const* rows, int block, int depth, int head_dim, uint32_t* packed) {
   constexpr int kPair = Words<T>::kPair;
   const int vecs = ceil_div(head_dim, kLanes);
-  for (int v = 0; v < vecs; ++v) {
+  const auto place = [&](int v) {
     const int panel = v / kTileCols * kTileCols;
     const int64_t step = std::min(kTileCols, vecs - panel) * kLanes;
     uint32_t* out = packed + int64_t{panel} * kLanes * depth + (v - panel) * kLanes +
                     block * (kLanes / kPair) * step;
+    return std::pair(out, step);
+  };
+  int v = 0;
+#if defined(__AVX512BF16__)
+  static_assert(kTileCols % 2 == 0);
+  if constexpr (kPair == 2) {
+    for (; (v + 2) * kLanes <= head_dim; v += 2) {
+      auto [out, step] = place(v);
+      const int64_t at = int64_t{v} * kLanes * sizeof(T);
+#pragma GCC unroll 8
+      for (int r = 0; r < kLanes; r += 2, out += step) {
+        interleave_32(rows[r] + at, rows[r + 1] + at, out, out + kLanes);
+      }
+    }
+  }
+#endif
+  for (; v < vecs; ++v) {
+    auto [out, step] = place(v);
     const int d = v * kLanes;
     for (int r = 0; r < kLanes; r += kPair, out += step) {
       const Vec first = load_n(reinterpret_cast<const T*>(rows[r]) + d, head_dim - d);
