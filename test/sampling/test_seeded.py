@@ -17,35 +17,47 @@ def test_reference_hash_has_the_published_value():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_hash_is_murmur3_of_seed_position_column(seed):
-    columns = [0, 1, 2, 31, 977, 49151]
-    hashed = seeded.hash_columns(seed, 131071, 49152)
-    assert [int(hashed[c]) for c in columns] == [hash_key(seed, 131071, c) for c in columns]
-    assert not np.array_equal(hashed, seeded.hash_columns(seed, 131070, 49152))
+    tokens = np.array([0, 1, 2, 31, 977, 49151, 2**20])
+    hashed = seeded.hash_tokens(seed, 131071, tokens)
+    assert hashed.tolist() == [hash_key(seed, 131071, token) for token in tokens.tolist()]
+    assert not np.array_equal(hashed, seeded.hash_tokens(seed, 131070, tokens))
 
 
-def make_probs(columns, dtype, spread):
-    probs = torch.softmax(torch.randn(len(SEEDS), columns, dtype=dtype) * spread, -1)
-    probs[:, columns // 2 + 1 :: 3] = 0.0
+def make_probs(vocab, spread):
+    probs = torch.softmax(torch.randn(len(SEEDS), vocab) * spread, -1)
+    probs[:, vocab // 2 + 1 :: 3] = 0.0
     return probs
 
 
-def stock_draw(probs, seeds, positions):
+def draw(probs, position):
+    rows = zip(probs, SEEDS, strict=True)
+    return [seeded.draw_row(row, seed, position) for row, seed in rows]
+
+
+def stock_draw(probs, position):
     from sglang.srt.layers.sampler import multinomial_with_seed
 
-    return multinomial_with_seed(torch.log(probs), seeds, positions).view(-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("columns", [1, 2, 33, 1000, 49152])
-def test_draw_equals_the_stock_draw(dtype, columns):
-    torch.manual_seed(columns)
     seeds = torch.tensor(SEEDS)
+    positions = torch.full_like(seeds, position)
+    return multinomial_with_seed(torch.log(probs), seeds, positions).view(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 33, 1000, 49152])
+def test_draw_equals_the_stock_draw(vocab):
+    torch.manual_seed(vocab)
     for position, spread in ((0, 0.1), (5, 3.0), (70000, 20.0)):
-        probs = make_probs(columns, dtype, spread)
-        positions = torch.full_like(seeds, position)
-        assert torch.equal(
-            seeded.draw(probs, seeds, positions), stock_draw(probs, seeds, positions)
-        )
+        probs = make_probs(vocab, spread)
+        assert draw(probs, position) == stock_draw(probs, position)
+
+
+def test_left_out_tokens_change_nothing():
+    probs = make_probs(1000, 2.0)
+    for row, seed in enumerate(SEEDS):
+        kept = np.flatnonzero(probs[row].numpy())
+        assert 0 < kept.size < 1000
+        for position in range(20):
+            drawn = seeded.draw_row(probs[row][torch.from_numpy(kept)], seed, position, kept)
+            assert drawn == seeded.draw_row(probs[row], seed, position)
 
 
 def test_narrowing_the_contest_changes_nothing(monkeypatch):
@@ -61,32 +73,23 @@ def test_narrowing_the_contest_changes_nothing(monkeypatch):
     monkeypatch.setattr(seeded, "_FAR", 0.5)
     monkeypatch.setattr(seeded, "_LOUD", 2.0)
     monkeypatch.setattr(seeded, "_LOUD_HASH", np.uint32(2**32 * math.exp(-math.exp(-2.0))))
-    probs = make_probs(1000, torch.float32, 2.0)
+    probs = make_probs(1000, 2.0)
     for position in range(50):
-        positions = torch.full((len(SEEDS),), position)
-        assert torch.equal(
-            seeded.draw(probs, torch.tensor(SEEDS), positions),
-            stock_draw(probs, torch.tensor(SEEDS), positions),
-        )
+        assert draw(probs, position) == stock_draw(probs, position)
     whole = contests.count(1000)
     assert 0 < whole < len(contests) / 2
 
 
 def test_near_ties_are_decided_by_the_stock_arithmetic(monkeypatch):
-    # Every column is a candidate: only the exact evaluation decides.
+    # Every token is a candidate: only the exact evaluation decides.
     monkeypatch.setattr(seeded, "_MARGIN", 1e9)
-    probs, seeds, positions = (
-        make_probs(500, torch.float32, 1.0),
-        torch.tensor(SEEDS),
-        torch.arange(8),
-    )
-    assert torch.equal(seeded.draw(probs, seeds, positions), stock_draw(probs, seeds, positions))
+    probs = make_probs(500, 1.0)
+    assert draw(probs, 3) == stock_draw(probs, 3)
 
 
 def test_rows_without_numbers_do_not_fail():
     """Stock yields some token for a row of NaN; so must this, not an exception."""
-    probs = torch.full((1, 100), torch.nan)
-    assert 0 <= int(seeded.draw(probs, torch.tensor([1]), torch.tensor([1]))) < 100
+    assert 0 <= seeded.draw_row(torch.full((100,), torch.nan), 1, 1) < 100
 
 
 def test_draws_follow_the_distribution():

@@ -13,12 +13,12 @@ STEPS = 40
 PENALTIES = [
     {},
     {"frequency_penalty": 0.7},
-    {"frequency_penalty": -0.37, "presence_penalty": 0.4},
+    {"frequency_penalty": -1.7, "presence_penalty": 0.4},
     {"presence_penalty": -1.1},
     {"repetition_penalty": 1.2},
     {"repetition_penalty": 0.9, "frequency_penalty": 2.0, "presence_penalty": 0.3},
     {"min_new_tokens": 16},
-    {"min_new_tokens": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.1},
+    {"min_new_tokens": 9, "repetition_penalty": 1.6, "frequency_penalty": 0.1},
     {"logit_bias": {"7": -100.0, "11": 3.0}},
     {"logit_bias": {"5": 6.5}, "frequency_penalty": 0.45, "min_new_tokens": 3},
 ]

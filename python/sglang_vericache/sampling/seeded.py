@@ -1,9 +1,9 @@
-"""Draws whose noise is fixed by (request seed, position).
+"""Draws on the host whose noise is fixed by (request seed, position).
 
 Semantics: ``multinomial_with_seed`` of SGLang's sampler, a Gumbel-max draw whose uniform variate is
-a 32-bit MurmurHash3 of seed, position and column. On a GPU that function is called as it is. On a
-CPU the same draw is made without compiling it (its first call takes half a minute), and logarithms
-are taken only of the columns that can win.
+a 32-bit MurmurHash3 of seed, position and token id. That function serves GPUs as it is; on a CPU it
+would first be compiled for half a minute, and it takes two logarithms in double precision of every
+token of every row. Here only of the tokens that can win.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 _MASK = 0xFFFFFFFF
 _C1, _C2, _N = 0xCC9E2D51, 0x1B873593, 0xE6546B64
-_KEY_BYTES = 16  # seed 8, position 4, column 4
+_KEY_BYTES = 16  # seed 8, position 4, token id 4
 # Two libraries may round a logarithm differently: columns this close to the maximum are decided by
 # torch's, as in the stock sampler.
 _MARGIN = 1e-6
@@ -26,37 +26,32 @@ _FAR, _LOUD = 10.0, 6.0
 _LOUD_HASH = np.uint32(math.ceil(_MASK * math.exp(-math.exp(-_LOUD))))
 
 
-def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draw one column of every row, proportionally to ``probs``.
+def draw_row(
+    probs: torch.Tensor, seed: int, position: int, token_ids: np.ndarray | None = None
+) -> int:
+    """Draw one token, proportionally to ``probs``.
 
     Args:
-        probs: ``[rows, columns]`` float32 or float64, need not sum to 1. Stock takes logarithms
-            in float32 of plain probabilities, and in float64 of filtered ones.
-        seeds: ``[rows]`` int64, the seed of the row's request.
-        positions: ``[rows]``, position of the row's input token (what plain decoding passes).
+        probs: ``[n]`` float32, need not sum to 1.
+        seed: of the request, 64 bits.
+        position: of the row's input token (what plain decoding passes to its sampler).
+        token_ids: ``[n]`` int64, rising, where ``probs`` leaves out tokens of probability 0;
+            otherwise n is the vocabulary.
 
     Returns:
-        ``[rows]`` int64 columns. A row's result does not depend on the other rows.
+        A token id.
     """
-    if probs.is_cuda:
-        from sglang.srt.layers.sampler import multinomial_with_seed
-
-        return multinomial_with_seed(probs.log(), seeds, positions).view(-1)
-    rows = zip(probs, seeds.tolist(), positions.tolist(), strict=True)
-    return torch.tensor([draw_row(*row) for row in rows], dtype=torch.int64)
-
-
-def draw_row(probs: torch.Tensor, seed: int, position: int) -> int:
-    """``draw`` for one row ``[columns]`` on the host."""
     values = probs.numpy()
-    hashed = hash_columns(seed, position, values.shape[0])
+    blocks = _vocab_blocks(values.shape[0]) if token_ids is None else _blocks(token_ids)
+    hashed = _hash(seed, position, blocks)
     largest = float(values.max())
     if largest > 0:
         contending = (values >= largest * math.exp(-_FAR)) | (hashed >= _LOUD_HASH)
         winner, score = _best_of(probs, hashed, np.flatnonzero(contending))
         if score > math.log(largest) - _FAR + _LOUD + _MARGIN:
-            return winner
-    return _best_of(probs, hashed, np.arange(values.shape[0]))[0]
+            return winner if token_ids is None else int(token_ids[winner])
+    winner, _ = _best_of(probs, hashed, np.arange(values.shape[0]))
+    return winner if token_ids is None else int(token_ids[winner])
 
 
 def _best_of(probs: torch.Tensor, hashed: np.ndarray, columns: np.ndarray) -> tuple[int, float]:
@@ -77,13 +72,29 @@ def _best_of(probs: torch.Tensor, hashed: np.ndarray, columns: np.ndarray) -> tu
     return int(columns[best]), float(score[best])
 
 
-def hash_columns(seed: int, position: int, columns: int) -> np.ndarray:
-    """MurmurHash3 (x86, 32 bit) of (seed, position, column) for columns 0..n-1: ``[n]`` uint32."""
+def hash_tokens(seed: int, position: int, token_ids: np.ndarray) -> np.ndarray:
+    """MurmurHash3 (x86, 32 bit) of (seed, position, token id): ``[n]`` uint32."""
+    return _hash(seed, position, _blocks(token_ids))
+
+
+@functools.cache
+def _vocab_blocks(vocab: int) -> np.ndarray:
+    return _blocks(np.arange(vocab))
+
+
+def _blocks(token_ids: np.ndarray) -> np.ndarray:
+    """The part of the hash that only the token id enters."""
+    block = token_ids.astype(np.uint32) * np.uint32(_C1)
+    block = (block << np.uint32(15)) | (block >> np.uint32(17))
+    return block * np.uint32(_C2)
+
+
+def _hash(seed: int, position: int, blocks: np.ndarray) -> np.ndarray:
     state = 0
     for block in (seed & _MASK, (seed >> 32) & _MASK, position & _MASK):
         state ^= _rotate((block * _C1) & _MASK, 15) * _C2 & _MASK
         state = (_rotate(state, 13) * 5 + _N) & _MASK
-    h = _column_blocks(max(columns - 1, 1).bit_length())[:columns] ^ np.uint32(state)
+    h = blocks ^ np.uint32(state)
     shifted = h >> np.uint32(19)
     h <<= np.uint32(13)
     h |= shifted
@@ -95,14 +106,6 @@ def hash_columns(seed: int, position: int, columns: int) -> np.ndarray:
         if factor is not None:
             h *= np.uint32(factor)
     return h
-
-
-@functools.cache
-def _column_blocks(bits: int) -> np.ndarray:
-    """The column's own part of the hash, for the first ``2**bits`` columns."""
-    block = np.arange(1 << bits, dtype=np.uint32) * np.uint32(_C1)
-    block = (block << np.uint32(15)) | (block >> np.uint32(17))
-    return block * np.uint32(_C2)
 
 
 def _rotate(value: int, bits: int) -> int:
