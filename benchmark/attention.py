@@ -1,0 +1,148 @@
+"""ragged_attention on the CPU: microseconds a layer, against memory and against torch's SDPA.
+
+Each case runs over ``--layers`` distinct KV pools, as a forward pass does, so that short lists are
+not read from the cache again. The op, a plain read of as many bytes (``torch.sum``) and torch's
+gather + SDPA alternate over ``--rounds`` and the best round counts, so that another load on the
+machine hits all alike. Slots are pages of 64 in shuffled order. Prints one table and, as the last
+line, the figures as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sgl_kernel_ext
+
+CASES = {  # name: (groups, rows of each, keys of each)
+    "decode 1x8192": (1, 1, 8192),
+    "decode 8x6000": (8, 1, 6000),
+    "draft 8x600": (8, 1, 600),
+    "verify 9 rows": (1, 9, 6000),
+    "verify 8x5 rows": (8, 5, 6000),
+    "prefill 2048 rows": (1, 2048, 6000),
+}
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Arguments of one call."""
+
+    q: Tensor
+    k_pool: Tensor
+    v_pool: Tensor
+    req_to_token: Tensor
+    q_indptr: Tensor
+    req_row: Tensor
+    tail_start: Tensor
+    tail_end: Tensor
+    scale: float
+
+    def attend(self) -> Tensor:
+        return sgl_kernel_ext.ragged_attention(**vars(self))
+
+    def read(self) -> Tensor:
+        count = int(self.tail_end.sum())
+        return sum(pool.view(torch.int64)[:count].sum() for pool in (self.k_pool, self.v_pool))
+
+    def sdpa(self) -> list[Tensor]:
+        """Every group by itself: the first rows of a causal chunk see too much, at equal cost."""
+        outputs = []
+        for group, row in enumerate(self.req_row.tolist()):
+            slots = self.req_to_token[row, : self.tail_end[group]]
+            q = self.q[self.q_indptr[group] : self.q_indptr[group + 1]]
+            k, v = (pool[slots].transpose(0, 1)[None] for pool in (self.k_pool, self.v_pool))
+            q = q.transpose(0, 1)[None]
+            outputs.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+        return outputs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--heads", type=int, nargs=2, default=[9, 3], metavar=("HQ", "HKV"))
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+
+    print(f"{'':18} {'ours us':>9} {'read us':>9} {'SDPA us':>9} {'GB/s':>6} {'GMAC/s':>7}")
+    cells = {}
+    for name in args.cases:
+        groups, rows, keys = CASES[name]
+        layers = [
+            build(groups, rows, keys, *args.heads, args.head_dim, dtype)
+            for _ in range(1 if rows > keys // 100 else args.layers)
+        ]
+        ours, read, sdpa = (
+            us / len(layers)
+            for us in best_of(
+                args.rounds,
+                lambda layers=layers: [layer.attend() for layer in layers],
+                lambda layers=layers: [layer.read() for layer in layers],
+                lambda layers=layers: [layer.sdpa() for layer in layers],
+            )
+        )
+        width = args.head_dim * dtype.itemsize
+        gigabytes = groups * keys * 2 * args.heads[1] * width / ours / 1e3
+        products = groups * rows * (keys - (rows - 1) / 2)  # pairs of a row and a key it sees
+        macs = products * args.heads[0] * 2 * args.head_dim / ours / 1e3
+        print(f"{name:18} {ours:9.0f} {read:9.0f} {sdpa:9.0f} {gigabytes:6.1f} {macs:7.1f}")
+        cells[name] = {
+            "ours_us": round(ours, 1),
+            "read_us": round(read, 1),
+            "sdpa_us": round(sdpa, 1),
+            "gb_per_s": round(gigabytes, 2),
+            "gmac_per_s": round(macs, 2),
+        }
+    print(
+        json.dumps(
+            {"benchmark": "attention", **vars(args), **sgl_kernel_ext.active(), "cells": cells}
+        )
+    )
+
+
+def build(
+    groups: int, rows: int, keys: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> Layer:
+    pages = torch.randperm(groups * (keys // PAGE + 1))
+    slots = (pages[:, None] * PAGE + torch.arange(PAGE)).int()
+    return Layer(
+        q=torch.randn(groups * rows, heads, dim).to(dtype),
+        k_pool=torch.randn(slots.numel(), kv_heads, dim).to(dtype),
+        v_pool=torch.randn(slots.numel(), kv_heads, dim).to(dtype),
+        req_to_token=slots.view(groups, -1),
+        q_indptr=torch.arange(groups + 1, dtype=torch.int32) * rows,
+        req_row=torch.arange(groups),
+        tail_start=torch.zeros(groups, dtype=torch.int64),
+        tail_end=torch.full((groups,), keys),
+        scale=dim**-0.5,
+    )
+
+
+def best_of(rounds: int, *calls: Callable[[], object]) -> list[float]:
+    """Least microseconds of each call over alternating rounds, after one unmeasured round."""
+    best = [float("inf")] * len(calls)
+    for measured in range(rounds + 1):
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if measured:
+                best[i] = min(best[i], (time.perf_counter() - start) * 1e6)
+    return best
+
+
+if __name__ == "__main__":
+    main()
