@@ -123,7 +123,7 @@ def active() -> dict[str, object]:
     return {
         "cpu_backend": "reference" if module is None else "cpp",
         "isa": None if module is None else module.__name__.rpartition("._C_")[2],
-        "module": None if module is None else Path(module.__file__).name,
+        "module": None if module is None else Path(module.__file__ or "").name,
         "threads": torch.get_num_threads(),
         "cuda_backend": "reference" if force_reference() else "triton",
     }

@@ -4,6 +4,8 @@ Every op takes rows any distance apart (a slice of a wider tensor), contiguous o
 fp16 or fp32, and treats each row alone. Rounding happens where the torch-native op rounds.
 """
 
+import importlib
+from functools import lru_cache
 from types import ModuleType
 
 from torch import Tensor
@@ -11,15 +13,14 @@ from torch import Tensor
 from sgl_kernel_ext._loader import cpu_module, force_reference
 from sgl_kernel_ext.reference import fused as reference
 
-_cpu = cpu_module() or reference
-_triton: ModuleType | None = reference if force_reference() else None
+_cpu: ModuleType = cpu_module() or reference
 
 
+@lru_cache(maxsize=1)
 def _cuda() -> ModuleType:
-    global _triton
-    if _triton is None:
-        from sgl_kernel_ext.triton import fused as _triton
-    return _triton
+    if force_reference():
+        return reference
+    return importlib.import_module("sgl_kernel_ext.triton.fused")
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

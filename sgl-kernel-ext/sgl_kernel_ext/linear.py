@@ -92,6 +92,7 @@ def linear(
     if bias is None:
         bias = packed.bias
     if packed.tiled:
+        assert _cpu is not None  # it packed the weight
         return _cpu.linear(x, packed.data, packed.n, bias, out)
     if x.is_cuda and _use_triton:
         from sgl_kernel_ext.triton import linear as triton_linear
