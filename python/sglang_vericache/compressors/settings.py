@@ -25,7 +25,7 @@ class Settings:
     ratio: float = 0.1
     min_tokens: int = 128
     sinks: int = 4
-    window: int = 32
+    window: int = 16
     kernel: int = 5
     seed: int = 0
 

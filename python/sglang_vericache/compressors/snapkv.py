@@ -11,14 +11,16 @@ from torch import Tensor
 from sglang_vericache.compressors.base import Dropper, LayerContext, Protected
 
 
-def window_scores(ctx: LayerContext, window: int, kernel: int) -> Tensor:
-    """SnapKV scores of each query head, float32 ``[HQ, T]``.
+def window_scores(ctx: LayerContext, window: int, kernel: int, lists: int) -> Tensor:
+    """SnapKV scores ``[lists, T]``, float32, averaged over the query heads of each list.
 
     score_t = avgpool_kernel(sum_i softmax(q_i K^T / sqrt(D))_t) over the keys before the window.
+    Pooling is linear, so the heads are averaged first.
     """
-    attention = ctx.attention().clone()
-    attention[:, max(ctx.length - window, 0) :] = 0
-    return F.avg_pool1d(attention[None], kernel, stride=1, padding=kernel // 2)[0]
+    attention = ctx.attention()
+    scores = attention.view(lists, -1, ctx.length).mean(dim=1)
+    scores[:, max(ctx.length - window, 0) :] = 0
+    return F.avg_pool1d(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class SnapKV(Dropper):
     refreshable: ClassVar[bool] = True
 
     sinks: int = 4
-    window: int = 32
+    window: int = 16
     kernel: int = 5
 
     @property
@@ -50,4 +52,4 @@ class SnapKV(Dropper):
 
     def score(self, ctx: LayerContext) -> Tensor:
         """Window scores ``[1, T]``."""
-        return window_scores(ctx, self.window, self.kernel).mean(dim=0, keepdim=True)
+        return window_scores(ctx, self.window, self.kernel, lists=1)

@@ -27,5 +27,4 @@ class SnapKVPerHead(SnapKV):
 
     def score(self, ctx: LayerContext) -> Tensor:
         """Window scores ``[HKV, T]``."""
-        scores = window_scores(ctx, self.window, self.kernel)
-        return scores.view(ctx.num_kv_heads, -1, ctx.length).mean(dim=1)
+        return window_scores(ctx, self.window, self.kernel, lists=ctx.num_kv_heads)

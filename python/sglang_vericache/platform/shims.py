@@ -41,6 +41,26 @@ def _disable_dynamo() -> None:
     torch._dynamo.config.disable = True
 
 
+# Read once by libraries when a process loads them, so the launcher sets them for the processes it
+# spawns: huge pages for the KV pool (its reads are bound by address translation without), OpenMP
+# threads that sleep between torch's loops instead of spinning on the cores the kernels use, and
+# passes that read their inputs in place instead of from a copy for CUDA graphs.
+ENVIRONMENT = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "SGLANG_EAGER_INPUT_NO_COPY": "1",
+}
+
+
+def _environment_set() -> bool:
+    return all(name in os.environ for name in ENVIRONMENT)
+
+
+def _set_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 SHIMS = (
     Shim(
         "cpu engine",
@@ -52,6 +72,12 @@ SHIMS = (
         "sgl_kernel stand-in",
         "the sgl_kernel wheel needs libcuda.so.1 to be imported",
         _standin_loaded,
+    ),
+    Shim(
+        "process environment",
+        "defaults of torch, OpenMP and SGLang suit machines with a GPU",
+        _environment_set,
+        _set_environment,
     ),
     Shim(
         "eager sampling helpers",

@@ -34,8 +34,10 @@ class RequestState:
         view_length: tokens its filed view was chosen from; 0 when drafts read the full KV.
         view_kept: tokens the filed view lists, averaged over layers.
         has_view: whether a view was chosen, filed or found to be everything.
-        rounds: verify passes since the view was chosen.
+        rounds, view_drafted, view_accepted: verify passes since the view was chosen, their drafts,
+            and how many of those were accepted.
         drafts: tokens drafted since the last verify pass.
+        unsure: the last draft was a close call, so verifying now is better than drafting on it.
         drafted: tokens drafted in all finished rounds.
     """
 
@@ -50,7 +52,10 @@ class RequestState:
     view_kept: float = 0.0
     has_view: bool = False
     rounds: int = 0
+    view_drafted: int = 0
+    view_accepted: int = 0
     drafts: list[int] = field(default_factory=list)
+    unsure: bool = False
     drafted: int = 0
 
     @property
@@ -80,6 +85,7 @@ class RequestState:
             view=self.draft_keys,
             drafted=len(self.drafts),
             limit=max(limit, 0),
+            stop=self.unsure,
         )
 
     @property

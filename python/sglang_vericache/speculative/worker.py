@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
 
-# Automatic refresh: after this many rounds, once fewer than this share of a round was accepted.
-REFRESH_ROUNDS, REFRESH_BELOW = 4, 0.5
+# Automatic refresh: after this many rounds, if fewer than this share of their drafts was accepted.
+REFRESH_ROUNDS, REFRESH_BELOW = 8, 0.5
+# Logit margin below which a draft counts as a close call.
+CLOSE_CALL = 0.3
 # Tokens generated since a view was chosen are all read; up to this many that is no reason to choose
 # anew.
 MIN_TAIL = 256
@@ -125,6 +127,7 @@ class VeriCacheWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Commit 0..k+1 tokens of each request through SGLang's own result path."""
         tokens = torch.zeros((len(step.states), self.slots), dtype=torch.int64)
+        unsure = self._unsure_rows(step, output.next_token_logits)
         queries = self.attention.take_queries()
         captured = 0
         for i, (state, action) in enumerate(zip(step.states, step.actions, strict=True)):
@@ -133,6 +136,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self.counters.kv_bytes_read += int(keys * self.chooser.bytes_per_key)
             if accepted == 0:
                 state.drafts.append(run[0])
+                state.unsure = i in unsure
                 continue
             tokens[i, :accepted] = torch.tensor(run)
             if action is Action.DRAFT:  # unverified: its KV is not exact
@@ -156,20 +160,39 @@ class VeriCacheWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.slots,
         )
 
+    def _unsure_rows(self, step: RaggedPass, logits: torch.Tensor) -> set[int]:
+        """Drafting requests whose two best tokens lie close together; for adaptive lengths only.
+
+        A draft whose runner-up is near is often rejected, and everything drafted after it with it.
+        """
+        if self.config.draft_len is not None:
+            return set()
+        drafting = [i for i, s in enumerate(step.layout.verifying) if not s]
+        if not drafting:
+            return set()
+        rows = torch.tensor([step.layout.spans[i][0] for i in drafting], device=logits.device)
+        best = logits[rows].float()
+        top = best.max(dim=1, keepdim=True)
+        best.scatter_(1, top.indices, float("-inf"))
+        close = (top.values[:, 0] - best.amax(dim=1) < CLOSE_CALL).tolist()
+        return {i for i, is_close in zip(drafting, close, strict=True) if is_close}
+
     def _end_round(self, state: RequestState, drafted: int, accepted: int) -> None:
         """Count a verify pass; forget a view that has grown stale."""
         self.planner.settle(state.req.rid, drafted, accepted)
         self.counters.record_verify(drafted, accepted)
-        state.drafts = []
+        state.drafts, state.unsure = [], False
         if drafted == 0:
             return
         state.drafted += drafted
         state.req.spec_num_cap_tokens = state.drafted
         state.rounds += 1
-        if self._is_stale(state, accepted < REFRESH_BELOW * drafted):
+        state.view_drafted += drafted
+        state.view_accepted += accepted
+        if self._is_stale(state):
             state.has_view = False  # chosen anew before the next draft
 
-    def _is_stale(self, state: RequestState, poor: bool) -> bool:
+    def _is_stale(self, state: RequestState) -> bool:
         """Whether a view should be chosen anew: it drafts poorly, or its tail has outgrown it."""
         if state.committed - state.view_length > max(state.view_kept, MIN_TAIL):
             return state.view_length > 0
@@ -177,4 +200,5 @@ class VeriCacheWorker(BaseSpecWorker):
             return False
         if self.config.refresh is not None:
             return state.rounds >= self.config.refresh
+        poor = state.view_accepted < REFRESH_BELOW * state.view_drafted
         return poor and state.rounds >= REFRESH_ROUNDS
