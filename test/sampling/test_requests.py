@@ -3,16 +3,9 @@ from types import SimpleNamespace
 import pytest
 
 from sampling.fakes import Batch, Req
-from sglang_vericache.sampling.requests import (
-    RequestOptions,
-    assign_seed,
-    check_supported,
-    parse_options,
-    seed_of,
-)
+from sglang_vericache.sampling.requests import assign_seed, check_supported, seed_of
 
-LIMITS = SimpleNamespace(allow_unverified=False, ratio=0.25, draft_len=8)
-PERMISSIVE = SimpleNamespace(allow_unverified=True, ratio=0.25, draft_len=8)
+CONFIG = SimpleNamespace(mode="off")
 
 
 def make_request(params=None, **fields):
@@ -31,23 +24,23 @@ def make_request(params=None, **fields):
     ],
 )
 def test_unsupported_field_is_named(name):
-    with pytest.raises(ValueError, match=rf"{name} is not supported .*--vericache-compressor"):
-        check_supported(make_request({}, **{name: True}), LIMITS)
-    check_supported(make_request({}, **{name: None}), LIMITS)
-    check_supported(make_request({}, **{name: False}), LIMITS)
+    with pytest.raises(ValueError, match=rf"^{name}: not supported with --vericache off"):
+        check_supported(make_request({}, **{name: True}), CONFIG)
+    check_supported(make_request({}, **{name: None}), CONFIG)
+    check_supported(make_request({}, **{name: False}), CONFIG)
 
 
 def test_beam_search_and_watermark_in_params():
     for params in ({"beam_width": 2}, {"watermark": {"enabled": True}}):
         with pytest.raises(ValueError, match=next(iter(params))):
-            check_supported(make_request(params), LIMITS)
-    check_supported(make_request({"beam_width": 1}), LIMITS)
+            check_supported(make_request(params), CONFIG)
+    check_supported(make_request({"beam_width": 1}), CONFIG)
     with pytest.raises(ValueError, match="beam_width"):
-        check_supported(make_request(Req(beam_width=3).sampling_params), LIMITS)
+        check_supported(make_request(Req(beam_width=3).sampling_params), CONFIG)
 
 
 def test_everything_settled_is_accepted():
-    check_supported(make_request(None), LIMITS)
+    check_supported(make_request(None), CONFIG)
     params = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -62,10 +55,10 @@ def test_everything_settled_is_accepted():
         "stop": ["a"],
         "n": 3,
         "sampling_seed": 4,
-        "custom_params": {"thinking_budget": 3},
+        "custom_params": {"thinking_budget": 3, "vericache": {"enabled": False}},
     }
     fields = {"return_logprob": True, "top_logprobs_num": 4, "custom_logit_processor": "x"}
-    check_supported(make_request(params, **fields), LIMITS)
+    check_supported(make_request(params, **fields), CONFIG)
 
 
 def test_sglang_knows_the_fields_that_are_refused():
@@ -76,39 +69,6 @@ def test_sglang_knows_the_fields_that_are_refused():
 
     assert set(requests._UNSUPPORTED_FIELDS) <= set(GenerateReqInput.__dataclass_fields__)
     assert "beam_width" in SamplingParams.__struct_fields__
-
-
-def test_options():
-    given = {"enabled": False, "unverified": True, "ratio": 0.1, "draft_len": 0}
-    assert parse_options({"vericache": given}, PERMISSIVE) == RequestOptions(**given)
-    assert parse_options({"vericache": {}}, LIMITS) == RequestOptions()
-    assert parse_options({"other": 1}, LIMITS) == RequestOptions()
-    assert parse_options(None, LIMITS) == RequestOptions()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (True, "must be an object"),
-        ({"ratoi": 0.1}, "ratoi is unknown; known keys: enabled, unverified, ratio, draft_len"),
-        ({"enabled": 1}, "enabled must be bool"),
-        ({"enabled": None}, "enabled must be bool"),
-        ({"unverified": True}, "unverified is not allowed"),
-        ({"ratio": 0}, r"ratio must be in \(0, 0.25\]"),
-        ({"ratio": 0.5}, r"ratio must be in \(0, 0.25\]"),
-        ({"ratio": float("nan")}, r"ratio must be in \(0, 0.25\]"),
-        ({"ratio": "0.1"}, "ratio must be float"),
-        ({"ratio": True}, "ratio must be float"),
-        ({"draft_len": 9}, r"draft_len must be in \[0, 8\]"),
-        ({"draft_len": -1}, r"draft_len must be in \[0, 8\]"),
-        ({"draft_len": 2.0}, "draft_len must be int"),
-        ({"draft_len": True}, "draft_len must be int"),
-    ],
-)
-def test_bad_options(given, message):
-    request = make_request({"custom_params": {"vericache": given}})
-    with pytest.raises(ValueError, match=rf"custom_params\.vericache.*{message}"):
-        check_supported(request, LIMITS)
 
 
 def test_assigned_seeds_are_independent():

@@ -82,12 +82,11 @@ def write_logprobs(
     ``requests * stride`` entries; slot ``request * stride + offset``. Slots without a committed
     token hold 0.0 or an empty entry and are never read.
     """
-    slots = committed.slots if committed is not None else []
-    flat = [request * stride + offset for request, offset in slots]
-    total = num_requests * stride
-    if not flat:
+    if committed is None:
         logits_output.next_token_logprobs = torch.zeros(num_requests, stride)
         return
+    flat = [request * stride + offset for request, offset in committed.slots]
+    total = num_requests * stride
     result = committed.result
     tokens = result.token_logprobs.new_zeros(total)
     tokens[torch.tensor(flat, device=tokens.device)] = result.token_logprobs

@@ -13,7 +13,7 @@ penalizers in their order, so a row gets the same bits as in plain decoding:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,9 +58,9 @@ class _Tally:
         self.seen = 0
         self.counts: dict[int, int] = {}
 
-    def follow(self, output_ids: Iterable[int]) -> dict[int, int]:
-        if len(output_ids) < self.seen:
-            self.__init__()
+    def follow(self, output_ids: Sequence[int]) -> dict[int, int]:
+        if len(output_ids) < self.seen:  # the output was discarded: count again
+            self.seen, self.counts = 0, {}
         for token in output_ids[self.seen :]:
             self.counts[token] = self.counts.get(token, 0) + 1
         self.seen = len(output_ids)

@@ -1,24 +1,20 @@
-"""What a request brings along: its seed, and what it may ask for."""
+"""What a request brings along: its seed, and what settling cannot give it."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-OPTIONS_KEY = "vericache"
 _SEED_BITS = 63
-# Request fields that settling does not honour, and the value that means "not asked for".
+# Request fields that settling does not honour.
 _UNSUPPORTED_FIELDS = (
     "return_hidden_states",
     "return_sampling_mask",
@@ -29,80 +25,34 @@ _UNSUPPORTED_FIELDS = (
 )
 
 
-class ServerLimits(Protocol):
-    """The part of the server's configuration that requests are checked against."""
+class ServerConfig(Protocol):
+    """The part of the server's configuration that a refusal names."""
 
-    allow_unverified: bool
-    ratio: float
-    draft_len: int
+    mode: str
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """``custom_params["vericache"]`` of a request; ``None`` leaves a setting to the server.
-
-    Attributes:
-        enabled: draft at all; False decodes plainly.
-        unverified: emit drafts without verifying them.
-        ratio: compression ratio, at most the server's.
-        draft_len: longest draft, at most the server's; 0 decodes plainly.
-    """
-
-    enabled: bool = True
-    unverified: bool = False
-    ratio: float | None = None
-    draft_len: int | None = None
-
-
-def check_supported(request: Any, limits: ServerLimits) -> None:
+def check_supported(request: Any, config: ServerConfig) -> None:
     """Refuse a request that would not get exactly what it asks for.
 
     Args:
         request: one ``GenerateReqInput`` or ``TokenizedGenerateReqInput``; its ``sampling_params``
             may be a dict or ``SamplingParams``.
-        limits: the server's configuration.
 
     Raises:
         ValueError: naming the parameter and what to do (the HTTP server answers 400).
     """
     params = request.sampling_params or {}
-    for name in _UNSUPPORTED_FIELDS:
-        if getattr(request, name, None) or _get(params, name):
-            raise ValueError(_refusal(name))
+    asked = [
+        name for name in _UNSUPPORTED_FIELDS if getattr(request, name, None) or _get(params, name)
+    ]
     if (_get(params, "beam_width") or 1) > 1:
-        raise ValueError(_refusal("beam_width"))
-    parse_options(_get(params, "custom_params"), limits)
-
-
-def parse_options(custom_params: Mapping[str, Any] | None, limits: ServerLimits) -> RequestOptions:
-    """Read ``custom_params["vericache"]``.
-
-    Raises:
-        ValueError: naming an unknown key, a wrong type, or a value beyond the server's.
-    """
-    given = (custom_params or {}).get(OPTIONS_KEY)
-    if given is None:
-        return RequestOptions()
-    where = f"custom_params.{OPTIONS_KEY}"
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} must be an object, got {type(given).__name__}")
-    known = RequestOptions.__dataclass_fields__
-    for key, value in given.items():
-        if key not in known:
-            raise ValueError(f"{where}.{key} is unknown; known keys: {', '.join(known)}")
-        kinds = {"ratio": (int, float), "draft_len": (int,)}.get(key, (bool,))
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
-            raise ValueError(f"{where}.{key} must be {kinds[-1].__name__}, got {value!r}")
-    options = RequestOptions(**given)
-    if options.unverified and not limits.allow_unverified:
-        raise ValueError(f"{where}.unverified is not allowed by this server")
-    if options.ratio is not None and not 0 < options.ratio <= limits.ratio:
-        raise ValueError(f"{where}.ratio must be in (0, {limits.ratio}], got {options.ratio}")
-    if options.draft_len is not None and not 0 <= options.draft_len <= limits.draft_len:
+        asked.append("beam_width")
+    if asked:
         raise ValueError(
-            f"{where}.draft_len must be in [0, {limits.draft_len}], got {options.draft_len}"
+            f"{', '.join(asked)}: not supported with --vericache {config.mode}, whatever "
+            "custom_params.vericache says; leave it out, or start a server without --vericache "
+            "options"
         )
-    return options
 
 
 def assign_seed(request: Any) -> None:
@@ -151,11 +101,3 @@ def adjust_from_schedule_batch(
 
 def _get(params: Any, name: str) -> Any:
     return params.get(name) if isinstance(params, dict) else getattr(params, name, None)
-
-
-def _refusal(name: str) -> str:
-    return (
-        f"{name} is not supported by VeriCache, with or without "
-        f"custom_params.{OPTIONS_KEY}.enabled; drop it, or use a server started without "
-        "--vericache-compressor"
-    )

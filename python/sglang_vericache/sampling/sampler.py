@@ -210,6 +210,7 @@ def _first_maximum(
 
 def _draw(logits: torch.Tensor, params: RowParams, positions: torch.Tensor) -> torch.Tensor:
     """Seeded draws of rows of one kind, plain or filtered."""
+    assert params.seeds is not None
     if logits.is_cuda:
         probs = torch.softmax(logits / params.temperatures, dim=-1)
         if params.kinds[0] == FILTERED:
