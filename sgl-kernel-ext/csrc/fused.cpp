@@ -73,21 +73,28 @@ void for_norm_groups(const Rows<T>& x, int64_t n, const Load& load, const Body& 
   });
 }
 
-// e^-x = e^r * 2^n to 2 ulp without fma too; beyond [-87, 100] what 1 + e^-x cannot tell apart.
+// e^-x = 2^n * e^r to 2 ulp; beyond [-87, 100] whatever 1 + e^-x cannot tell apart.
 Vec exp_neg(Vec x) {
-  const Vec zero = splat(0.0f), log2e = splat(0x1.715476p+0f);
+  const Vec zero = splat(0.0f);
   const Vec y = max(zero - max(x, splat(-100.0f)), splat(-87.0f));
-  const Vec t = zero - max(zero - y * log2e, splat(-127.0f));
+  const Vec t = zero - max(y * splat(-0x1.715476p+0f), splat(-127.0f));
   const float rounder = 12582912.0f;  // 1.5 * 2^23: the low bits of t + rounder are round(t)
   const Vec shifted = t + splat(rounder), n = shifted - splat(rounder);
-  // n times the short high part of ln 2 is exact.
-  const Vec r = y - n * splat(0x1.62e4p-1f) - n * splat(0x1.7f7d1cp-20f);
+  // n times the short high part of ln 2 is exact, with or without fma.
+  const Vec r = fma(n, splat(-0x1.7f7d1cp-20f), fma(n, splat(-0x1.62e4p-1f), y));
+  // Minimax of (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2.
+  Vec p = splat(0x1.6a23cep-10f);
+  p = fma(p, r, splat(0x1.123a20p-7f));
+  p = fma(p, r, splat(0x1.5558f2p-5f));
+  p = fma(p, r, splat(0x1.555492p-3f));
+  p = fma(p, r, splat(0x1.fffffcp-2f));
+  p = fma(p, r * r, r) + splat(1.0f);
   Vec power;
   SGL_FOR_PARTS {
     const NativeI32 exponent = (NativeI32)shifted.part[i] - (std::bit_cast<int32_t>(rounder) - 127);
     power.part[i] = (NativeF32)(exponent << 23);
   }
-  return exp2(r * log2e) * power;
+  return p * power;
 }
 
 }  // namespace

@@ -58,9 +58,10 @@ def test_rmsnorm_of_heads_in_a_slice_and_in_place(ops):
     assert torch.equal(qkv[:, 4 * 64 :], untouched)
 
 
-def test_silu_and_mul_has_the_bits_of_torch_for_every_bf16(ops):
-    gate = all_16_bit_values(torch.bfloat16)[None]
-    for up in (torch.ones_like(gate), randn(1, 2**16, dtype=torch.bfloat16)):
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_silu_and_mul_has_the_bits_of_torch_for_every_16_bit_gate(ops, dtype):
+    gate = all_16_bit_values(dtype)[None]
+    for up in (torch.ones_like(gate), randn(1, 2**16, dtype=dtype)):
         x = torch.cat([gate, up], dim=1)
         got, expected = ops.silu_and_mul(x, None), reference.silu_and_mul(x)
         nan = expected.isnan()
@@ -68,19 +69,11 @@ def test_silu_and_mul_has_the_bits_of_torch_for_every_bf16(ops):
         assert torch.equal(got[~nan], expected[~nan])
 
 
-def test_silu_and_mul_in_fp16_and_fp32(ops):
-    gate = all_16_bit_values(torch.float16)[None]
-    got = ops.silu_and_mul(torch.cat([gate, torch.ones_like(gate)], dim=1), None)
-    expected = F.silu(gate)
-    finite = ~expected.isnan()
-    steps = (got.view(torch.int16).int() - expected.view(torch.int16).int())[finite].abs()
-    assert steps.max() <= 1
-    assert (steps > 0).sum() <= 8  # an exp that is off by one fp32 ulp moves these over a tie
-
+def test_silu_and_mul_in_fp32(ops):
     gate, up = randn(64, 500) * 8, randn(64, 500, seed=1)
     got = ops.silu_and_mul(torch.cat([gate, up], dim=1), None)
     exact = F.silu(gate.double()) * up.double()
-    torch.testing.assert_close(got.double(), exact, rtol=6e-7, atol=1e-37)
+    torch.testing.assert_close(got.double(), exact, rtol=3e-7, atol=1e-37)
 
 
 @pytest.mark.parametrize("index_dtype", INTEGERS, ids=str)
