@@ -4,6 +4,8 @@ Checks the arguments and picks the implementation: C++ for CPU tensors, Triton f
 otherwise the torch reference (:mod:`sgl_kernel_ext.reference.attention`).
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -85,11 +87,7 @@ def ragged_attention(
     args = (q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end, scale)
     if q.is_cpu and (module := cpu_module()) is not None:
         return module.ragged_attention(*args, view_indices, view_start, view_len, out, lse)
-    if q.is_cuda and not force_reference():
-        from sgl_kernel_ext.triton import attention as implementation
-    else:
-        implementation = reference
-    return implementation.ragged_attention(
+    return _implementation(q).ragged_attention(
         *args,
         view_indices=view_indices,
         view_start=view_start,
@@ -129,11 +127,15 @@ def key_scores(
         raise ValueError(f"slots: {len(slots)} keys are fewer than the {len(q)} rows of q")
     if q.is_cpu and (module := cpu_module()) is not None:
         return module.key_scores(q, k_pool, slots, scale, causal)
+    return _implementation(q).key_scores(q, k_pool, slots, scale, causal=causal)
+
+
+def _implementation(q: Tensor) -> ModuleType:
     if q.is_cuda and not force_reference():
-        from sgl_kernel_ext.triton import attention as implementation
-    else:
-        implementation = reference
-    return implementation.key_scores(q, k_pool, slots, scale, causal=causal)
+        from sgl_kernel_ext.triton import attention
+
+        return attention
+    return reference
 
 
 def _check_attention(q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end):

@@ -42,7 +42,7 @@ class RowInvariantLinear(LinearMethodBase):
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("installed after loading")
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if layer.weight._version != self.version:  # weights were updated in place
             self._pack(layer.weight)
         if x.ndim == 2:
@@ -50,7 +50,7 @@ class RowInvariantLinear(LinearMethodBase):
         out = linear(x.reshape(-1, x.shape[-1]), self.packed, bias)
         return out.view(*x.shape[:-1], -1)
 
-    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         return torch.nn.functional.embedding(input_, layer.weight)
 
 

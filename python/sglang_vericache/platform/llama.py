@@ -19,7 +19,6 @@ from sgl_kernel_ext import fused_add_rmsnorm, linear, rmsnorm, rope_store_kv, si
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from torch import nn
 
     from sglang_vericache.attention.backend import VeriCacheAttentionBackend
     from sglang_vericache.platform.layers import RowInvariantLinear
@@ -31,14 +30,14 @@ class _Layer:
 
     input_norm: Tensor
     post_norm: Tensor
-    qkv: nn.Module
-    out: nn.Module
-    gate_up: nn.Module
-    down: nn.Module
-    attention: nn.Module
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    attention: Any
 
 
-def supports(model: nn.Module) -> bool:
+def supports(model: Any) -> bool:
     """Whether ``model`` is a plain Llama on one CPU rank."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -50,7 +49,7 @@ def supports(model: nn.Module) -> bool:
     )
 
 
-def install(model: LlamaForCausalLM, backend: Callable[[], VeriCacheAttentionBackend]) -> None:
+def install(model: Any, backend: Callable[[], VeriCacheAttentionBackend]) -> None:
     """Replace the decoder's forward of this instance.
 
     Args:
@@ -127,7 +126,7 @@ def install(model: LlamaForCausalLM, backend: Callable[[], VeriCacheAttentionBac
     decoder.forward = forward
 
 
-def apply(layer: nn.Module, x: Tensor) -> Tensor:
+def apply(layer: Any, x: Tensor) -> Tensor:
     """``x @ W^T + b`` of a swapped linear layer."""
     method: RowInvariantLinear = layer.quant_method
     if layer.weight._version != method.version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,7 +70,7 @@ class ViewChooser:
                 length=slots.shape[0],
                 num_kv_heads=self.num_kv_heads,
                 queries=wanted,
-                gather_keys=lambda keys=keys: keys[slots],
-                gather_values=lambda values=values: values[slots],
-                key_scores=lambda q, keys=keys: key_scores(q, keys, slots, self.scale),
+                gather_keys=partial(keys.index_select, 0, slots),
+                gather_values=partial(values.index_select, 0, slots),
+                key_scores=partial(key_scores, k_pool=keys, slots=slots, scale=self.scale),
             )

@@ -56,10 +56,6 @@ class VeriCacheWorker(BaseSpecWorker):
             else Planner.fixed(config.draft_len)
         )
 
-    def alloc_memory_pool(self, **kwargs: Any) -> None:
-        super().alloc_memory_pool(**kwargs)
-        self.chooser: ViewChooser | None = None
-
     @property
     def draft_worker(self) -> None:
         return None  # the target drafts for itself

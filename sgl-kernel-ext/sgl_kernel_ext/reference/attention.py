@@ -37,6 +37,7 @@ def ragged_attention(
         for head in range(kv_heads):
             slots = tail
             if view_indices is not None:
+                assert view_start is not None and view_len is not None
                 column = head if view_len.shape[1] > 1 else 0
                 begin = view_start[group, column]
                 slots = torch.cat([view_indices[begin : begin + view_len[group, column]], tail])

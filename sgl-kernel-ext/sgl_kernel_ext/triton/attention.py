@@ -82,7 +82,7 @@ def ragged_attention(
     if in_order is None:
         state_bytes = rows * heads * splits * (head_dim + 2) * 4
         in_order = tiles * kv_heads >= _IN_ORDER_TILES or state_bytes > _MAX_STATE_BYTES
-    states = [None] * 3
+    states: list[torch.Tensor | None] = [None] * 3
     if not in_order:
         shape = (rows, heads, splits)
         states = [q.new_empty(s, dtype=torch.float32) for s in (shape, shape, (*shape, head_dim))]
