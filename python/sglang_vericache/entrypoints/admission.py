@@ -7,7 +7,6 @@ On a stock server all of this is inert.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,14 +76,11 @@ def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs
     config = config_of(self.server_args)
     if config is None or not _generates(tokenized):
         return
-    params = tokenized.sampling_params
-    asked = (params.custom_params or {}).get(KEY)
+    asked = (tokenized.sampling_params.custom_params or {}).get(KEY)
     if asked is not None:
         check_options(asked, config)
-    others = copy(obj)
-    others.sampling_params = copy(params)
-    others.sampling_params.custom_params = None
-    check_supported(others, cast(Any, config))
+    for request in (obj, tokenized):  # some parameters are only on one of them
+        check_supported(request, cast(Any, config))
 
 
 def seed_one(self: TokenizerManager, tokenized_obj: TokenizedGenerateReqInput) -> None:
