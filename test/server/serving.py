@@ -1,0 +1,38 @@
+"""The servers of the tests of what requests ask for: one for nearly all, one that streams deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from server.comparing import assert_identical
+from server.harness import Ask, Result, ServerSpec
+from server.specs import VIEWS
+
+DRAFT_LEN = 16
+_FLAGS = (*VIEWS, "--vericache-draft-len", str(DRAFT_LEN), "--vericache-refresh", "1")
+SERVING = ServerSpec((*_FLAGS, "--enable-custom-logit-processor", "--tool-call-parser", "qwen25"))
+# Every chunk holds what is new only, and thoughts are told from the answer.
+INCREMENTAL = ServerSpec((*_FLAGS, "--incremental-streaming-output", "--reasoning-parser", "qwen3"))
+EOS = 2
+CHAT_EOS = "<|im_end|>"
+
+
+def assert_same(found: Sequence[Result], expected: Sequence[Result], asks: Iterable[Ask]) -> None:
+    """``assert_identical``, and equal counts of tokens; the drafts must have been tried in vain too.
+
+    Raises:
+        AssertionError: also if no draft was made or none rejected, as that tests nothing.
+    """
+    names = [(ask.vericache, ask.tokens, ask.sampling) for ask in asks]
+    assert_identical(found, expected, names)
+    counts = [[answer.meta["completion_tokens"] for answer in each] for each in (found, expected)]
+    assert counts[0] == counts[1]
+    drafted, accepted = (sum(getattr(a, n) for a in found) for n in ("drafted", "accepted"))
+    assert 0 < accepted < drafted, (accepted, drafted)
+    assert all(answer.drafted == 0 for answer in expected)
+
+
+def alternate(count: int, **options: object) -> list[dict[str, object]]:
+    """``custom_params.vericache`` for ``count`` requests: compressors in turn."""
+    names = ("snapkv", "identity", "random-kv")
+    return [{"compressor": names[i % len(names)], **options} for i in range(count)]

@@ -1,0 +1,162 @@
+"""Hostile clients: every one gets an answer or a clear refusal, and no slot stays taken.
+
+The fixture ``server`` checks after every test that the server is idle and nothing leaked.
+"""
+
+import random
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+
+from server.comparing import assert_identical, plain
+from server.harness import Ask, RequestFailed
+from server.serving import SERVING, alternate
+
+pytestmark = pytest.mark.server(SERVING)
+CONTEXT = 8192
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+def assert_works(server):
+    answer = server.ask("The quick brown fox", 20, vericache={"compressor": "snapkv"})
+    assert len(answer.ids) == 20 and answer.drafted > 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"", b"[1, 2", b'{"text": 3, "prompt": {}, "messages": 3}', b"\xff\xfe\x00", b"null"],
+)
+def test_malformed_bodies(body, route, server):
+    headers = {"Content-Type": "application/json"}
+    response = requests.post(server.url + route, data=body, headers=headers, timeout=30)
+    assert 400 <= response.status_code < 500, (response.status_code, response.text)
+    assert response.text
+    assert_works(server)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "vericache"),
+    [
+        ("Hello", 10**9, {}),
+        ("Hello", -1, {}),
+        ("Hello", 4, {"ratio": -0.5}),
+        ("Hello", 4, {"ratio": 0}),
+        ("Hello", 4, {"ratio": "x"}),
+        ("Hello", 4, {"ratio": float("nan")}),
+        ("Hello", 4, {"draft_len": -1}),
+        ("Hello", 4, {"draft_len": 10**6}),
+        ("Hello", 4, {"enabled": "no"}),
+        ((10**6,), 4, {}),
+        ((-1,), 4, {}),
+        ((), 4, {}),
+    ],
+)
+def test_values_out_of_range(prompt, tokens, vericache, server):
+    """HTTP 400, whose text is about the parameter."""
+    if vericache.get("ratio") != vericache.get("ratio"):
+        body = b'{"text": "a", "sampling_params": {"custom_params": {"vericache": {"ratio": NaN}}}}'
+        response = requests.post(server.url + "/generate", data=body, timeout=30)
+        assert response.status_code in (400, 422), response.text
+    else:
+        with pytest.raises(RequestFailed) as refused:
+            server.ask(prompt, tokens, vericache=vericache)
+        assert refused.value.status == 400, refused.value
+        assert not vericache or next(iter(vericache)) in refused.value.text
+    assert_works(server)
+
+
+def test_an_empty_prompt(server):
+    """Answered or refused, drafts or not alike."""
+    outcomes = []
+    for vericache in ({}, {"enabled": False}):
+        try:
+            outcomes.append(server.ask("", 4, vericache=vericache).ids)
+        except RequestFailed as refused:
+            assert refused.status == 400
+            outcomes.append(refused.status)
+    assert outcomes[0] == outcomes[1]
+    assert_works(server)
+
+
+def test_a_prompt_of_exactly_the_context(server, make_corpus):
+    """Refused by length; one token less leaves room for one."""
+    prompt = tuple(make_corpus().prompt(CONTEXT))
+    with pytest.raises(RequestFailed, match=str(CONTEXT)) as refused:
+        server.ask(prompt, 8)
+    assert refused.value.status == 400
+    last = server.ask(prompt[:-1], 1)
+    assert len(last.ids) == 1
+    assert_works(server)
+
+
+def test_200_aborts(server, without_drafts, make_corpus):
+    """At random times, by id and by leaving; requests beside them are untouched."""
+    rng = random.Random(7)
+    prompts = [tuple(prompt) for prompt in make_corpus().prompts(20, 40)]
+    asks = [Ask(prompt, 40, vericache) for prompt, vericache in zip(
+        prompts[:4], alternate(4), strict=True)]  # fmt: skip
+
+    def start_and_abort(i):
+        rid = f"abort-{i}"
+        ask = Ask(prompts[i % 20], 400, alternate(3)[i % 3], {}, {"rid": rid})
+        body = ask.body() | {"stream": True}
+        with server.post("/generate", body, stream=True) as response:
+            lines = response.iter_lines()
+            for _ in range(rng.randint(0, 3)):
+                next(lines, None)
+            if i % 2:
+                server.abort(rid)
+                return any(b'"abort"' in line for line in lines)
+        return None
+
+    with ThreadPoolExecutor(12) as threads:
+        survivors = [server.submit(ask) for ask in asks]
+        ends = list(threads.map(start_and_abort, range(200)))
+        found = [future.result() for future in survivors]
+    assert ends.count(True) == 100, "an abort by id was not reported"
+    server.check_idle()
+    assert_identical(found, without_drafts.answers(asks))
+    assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
+    assert_works(server)
+
+
+def test_32_connections(server, without_drafts, make_corpus):
+    """All at once: every one gets its own answer."""
+    prompts = [tuple(prompt) for prompt in make_corpus().prompts(8, 40)]
+    options = alternate(32)
+    asks = [Ask(prompts[i % 8], 16 + i // 8, options[i]) for i in range(32)]
+    found = server.concurrently(asks)
+    assert_identical(found, without_drafts.answers(asks))
+    assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
+
+
+def test_a_client_that_stops_reading(server, make_corpus):
+    """Others are served meanwhile; when it hangs up, its slots are free."""
+    prompt = list(make_corpus().prompt(40))
+    body = Ask(tuple(prompt), 3000, {"compressor": "identity"}).body() | {"stream": True}
+    request = requests.Request("POST", server.url + "/generate", json=body).prepare()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((host, int(port)))
+        head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        deaf.sendall(f"POST /generate HTTP/1.1\r\nHost: {host}\r\n{head}\r\n".encode())
+        deaf.sendall(request.body)
+        while server.load()["num_running_reqs"] == 0:
+            time.sleep(0.05)
+        ask = Ask(tuple(prompt[:20]), 20, {"compressor": "snapkv"})
+        assert_identical([server.answer(ask)], [server.answer(plain(ask))])
+        assert server.load()["num_running_reqs"] == 1, "it was not running beside"
+    server.check_idle()
+
+
+def test_half_a_request(server):
+    """A connection that sends half of its headers and waits keeps nobody else out."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 100\r\n")
+        assert_works(server)

@@ -1,0 +1,143 @@
+"""SGLang's own kits, unchanged, against our server; what is left out, and why, is in docs/kits.md.
+
+A kit is a mixin of test methods on ``self.base_url``. Here its server is the one of the mark, and
+class attributes that kits offer as settings are set where this small model needs other ones.
+"""
+
+import os
+import unittest
+
+import psutil
+import pytest
+import requests
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
+from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
+from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.matched_stop_kit import MatchedStopMixin
+from sglang.test.kits.prefix_cache_branching_kit import PrefixCacheBranchingMixin
+from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+from sglang.test.kits.spec_server_kits import (
+    SpecCorrectnessKit,
+    SpecFeatureKit,
+    SpecGrammarKit,
+    SpecLogprobKit,
+    SpecParityKit,
+    SpecPenaltyKit,
+    _greedy,
+)
+from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
+
+from server.serving import SERVING
+from sglang_vericache.embedded_model import ensure_embedded_model
+
+pytestmark = pytest.mark.server(SERVING)
+# Set to run what takes minutes too.
+FULL = "VERICACHE_TEST_FULL"
+slow = unittest.skipUnless(os.environ.get(FULL), f"takes minutes; {FULL}=1 runs it")
+
+
+class Process:
+    """What kits ask of the server process."""
+
+    def __init__(self, pid):
+        self._process = psutil.Process(pid)
+
+    def poll(self):
+        """None while it runs."""
+        return None if self._process.is_running() else -1
+
+
+class KitCase(unittest.TestCase):
+    """Gives a kit our server; drafts must have been made unless ``drafts`` says otherwise."""
+
+    drafts = True
+
+    @pytest.fixture(autouse=True)
+    def _kit_server(self, server):
+        case = type(self)
+        case.model = str(ensure_embedded_model())
+        case.base_url, case.api_key = server.url, "none"
+        case.process = Process(server.process.pid)
+        case.tokenizer = get_tokenizer(case.model)
+        before = server.counters()["drafted"]
+        yield
+        if self.drafts:
+            assert server.counters()["drafted"] > before, "the kit ran without drafts"
+
+
+class TestSpecCorrectness(SpecCorrectnessKit, KitCase):
+    # Tokens committed a verify pass; drafts of an eighth of short prompts by a small model.
+    acc_length_thres = 1.5
+    batch_accept_len_thres = 1.2
+
+
+class TestSpecParity(SpecParityKit, KitCase):
+    @classmethod
+    def setUpClass(cls):
+        """The kit would start a CUDA server here; its reference answers come from ours."""
+
+    @pytest.fixture(autouse=True)
+    def _reference(self, off, _kit_server):
+        url = off["bfloat16"].server().url
+        type(self).parity_ref_outputs = {p: _greedy(url, p) for p in self.parity_prompts}
+
+
+class TestSpecLogprob(SpecLogprobKit, KitCase):
+    test_logprob_mixed = slow(SpecLogprobKit.test_logprob_mixed)
+
+
+class TestSpecPenalty(SpecPenaltyKit, KitCase):
+    run_decode = SpecEagleServerBase.run_decode
+
+
+class TestSpecFeature(SpecFeatureKit, KitCase):
+    send_request = SpecEagleServerBase.send_request
+    send_requests_abort = SpecEagleServerBase.send_requests_abort
+    test_radix_attention = slow(SpecFeatureKit.test_radix_attention)
+    test_request_abort = slow(SpecFeatureKit.test_request_abort)
+
+
+class TestSpecGrammar(SpecGrammarKit, KitCase):
+    pass
+
+
+class TestMatchedStop(MatchedStopMixin, KitCase):
+    pass
+
+
+class TestJSON(JSONConstrainedMixin, KitCase):
+    pass
+
+
+class TestRegex(RegexConstrainedMixin, KitCase):
+    pass
+
+
+class TestEBNF(EBNFConstrainedMixin, KitCase):
+    pass
+
+
+class TestAbortAll(AbortAllMixin, KitCase):
+    # Within the context of 8,192 tokens; 32 of them still run when the abort comes.
+    abort_all_max_new_tokens = 4000
+
+
+class TestPrefixCacheBranching(PrefixCacheBranchingMixin, KitCase):
+    drafts = False  # it generates one token a request
+    cache_chunk_size = 1
+
+    @classmethod
+    def flush_cache(cls):
+        """Left to the kit's user."""
+        requests.post(f"{cls.base_url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+
+
+class TestBasicAPIContract(BasicAPIContractMixin, KitCase):
+    drafts = False  # half of it are routes without generation
+
+
+class TestAnthropicMessages(AnthropicMessagesMixin, KitCase):
+    drafts = False  # some of it are refusals
