@@ -19,12 +19,15 @@ def register() -> None:
     """
     try:
         shims.apply_all()
+        from sglang.srt.entrypoints.engine import Engine
+
         from sglang_vericache.attention.backend import register_backend
         from sglang_vericache.speculative.algorithm import register_algorithm
 
         entries = table()
         register_algorithm(check=lambda: hooks.assert_applied(entries))
         register_backend()
+        Engine.server_args_class = staticmethod(engine_server_args)
         hooks.register(entries)
     except Exception as error:
         print(f"sglang-vericache cannot start: {error}", file=sys.stderr, flush=True)
@@ -53,13 +56,6 @@ def table() -> tuple[Hook, ...]:
             _server_args_from_cli,
             "the record has no place for settings of a plugin",
         ),
-        Hook(
-            "sglang.srt.entrypoints.engine.Engine.__init__",
-            ("self", "kwargs"),
-            "around",
-            _engine_init,
-            "Engine passes every keyword to ServerArgs",
-        ),
         *algorithm.HOOKS,
         *zero_commit.HOOKS,
         *sampling.HOOKS,
@@ -80,15 +76,18 @@ def _server_args_from_cli(original: Any, cls: type, args: argparse.Namespace) ->
     return server_args
 
 
-def _engine_init(original: Any, self: Any, **kwargs: Any) -> None:
+def engine_server_args(**kwargs: Any) -> Any:
+    """Takes the place of ``Engine.server_args_class``, the door for keywords of ``sgl.Engine``.
+
+    The plugin is loaded inside ``Engine.__init__``, too late for a hook around it.
+    """
+    from sglang.srt.server_args import ServerArgs
+
     options = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(PREFIX)}
     config = from_options(options)
-    if config is not None and "server_args" not in kwargs:
-        kwargs.setdefault("log_level", "error")
-        server_args = self.server_args_class(**kwargs)
-        configure(server_args, config)
-        kwargs = {"server_args": server_args}
-    original(self, **kwargs)
+    server_args = ServerArgs(**kwargs)
+    configure(server_args, config)
+    return server_args
 
 
 def configure(server_args: Any, config: Any) -> None:

@@ -41,7 +41,7 @@ def worker(rounds):
         rid="a", origin_input_ids=[1] * 900, output_ids=[2] * 5, finished=lambda: False
     )
     state = SimpleNamespace(req=req, drafts=[7, 8], limit=4, view_kept=90.0, view_length=880)
-    requests = SimpleNamespace(_states={"a": state})
+    requests = [state]
     return SimpleNamespace(counters=counters, requests=requests, planner=Planner.fixed(4))
 
 

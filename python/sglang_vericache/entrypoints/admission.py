@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -80,7 +80,7 @@ def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs
     if asked is not None:
         check_options(asked, config)
     for request in (obj, tokenized):  # some parameters are only on one of them
-        check_supported(request, cast(Any, config))
+        check_supported(request, config)
 
 
 def seed_one(self: TokenizerManager, tokenized_obj: TokenizedGenerateReqInput) -> None:

@@ -53,10 +53,10 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
             "view_kept": state.view_kept,
             "view_length": state.view_length,
         }
-        for state in worker.requests._states.values()
+        for state in worker.requests
         if not state.req.finished()
     ]
-    costs = worker.planner._cost.coefficients()
+    costs = worker.planner.cost.coefficients()
     return {
         "counters": counters,
         "phases": worker.planner.phases(),

@@ -9,25 +9,28 @@ only installs an import hook:
   ``libcuda.so.1``. ``standin_sgl_kernel.py`` takes its name and keeps the wheel's pure-Python
   submodules importable.
 
-With an NVIDIA driver present nothing is installed.
+With an NVIDIA driver present the hook does nothing. Whoever starts any Python in this environment
+pays for this module, so even ``ctypes`` is imported only when SGLang is.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.machinery
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
-_STANDIN = Path(__file__).with_name("standin_sgl_kernel.py")
+TYPE_CHECKING = False  # importing typing costs a millisecond of every start
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_STANDIN = os.path.join(os.path.dirname(__file__), "standin_sgl_kernel.py")
 
 
 def has_nvidia_driver() -> bool:
     """Whether ``libcuda.so.1`` can be loaded (a GPU may still be absent)."""
+    import ctypes
+
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -44,12 +47,15 @@ class _PlainCpuFinder:
         name: str,
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
+        if name not in ("sglang", "sgl_kernel") or not _needed():
+            return None
         if name == "sglang":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             return None
-        if name != "sgl_kernel":
-            return None
+        import importlib.machinery
+        import importlib.util
+
         real = importlib.machinery.PathFinder.find_spec(name)
         locations = list(real.submodule_search_locations or []) if real else []
         return importlib.util.spec_from_file_location(
@@ -57,10 +63,11 @@ class _PlainCpuFinder:
         )
 
 
+def _needed() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not has_nvidia_driver()
+
+
 def install() -> None:
-    """Install the import hook once, on machines without an NVIDIA driver."""
-    if any(finder is _PlainCpuFinder for finder in sys.meta_path):
-        return
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" and has_nvidia_driver():
-        return
-    sys.meta_path.insert(0, _PlainCpuFinder)  # type: ignore[arg-type]
+    """Install the import hook once; it looks for a driver when SGLang is first imported."""
+    if not any(finder is _PlainCpuFinder for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PlainCpuFinder)  # type: ignore[arg-type]

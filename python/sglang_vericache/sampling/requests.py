@@ -28,7 +28,8 @@ _UNSUPPORTED_FIELDS = (
 class ServerConfig(Protocol):
     """The part of the server's configuration that a refusal names."""
 
-    mode: str
+    @property
+    def mode(self) -> str: ...
 
 
 def check_supported(request: Any, config: ServerConfig) -> None:

@@ -24,7 +24,7 @@ class Planner:
 
     def __init__(self, length: DraftLength, k_max: int, cost: CostModel) -> None:
         self._length = length
-        self._cost = cost
+        self.cost = cost
         self._wheel = PhaseWheel(k_max + 1)
         self._known: set[Hashable] = set()
         self._work = Work()
@@ -58,7 +58,7 @@ class Planner:
 
     def observe(self, seconds: float) -> None:
         """Report how long the iteration planned last took, prefill and copies excluded."""
-        self._cost.observe(self._work, seconds)
+        self.cost.observe(self._work, seconds)
 
     def phases(self) -> list[int]:
         """Verify passes booked for each of the coming iterations."""

@@ -126,6 +126,8 @@ def prepare_for_decode(original: Any, batch: ScheduleBatch) -> None:
 
 def refuse_unsupported(server_args: Any) -> None:
     """Raise ``ValueError`` naming the flag for combinations that are not tested yet."""
+    from sglang.srt.environ import envs
+
     config = config_of(server_args)
     if config is None:
         return
@@ -136,6 +138,9 @@ def refuse_unsupported(server_args: Any) -> None:
         "--enable-mixed-chunk": server_args.enable_mixed_chunk,
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
         "--dllm-algorithm": server_args.dllm_algorithm,
+        # Tokenizer workers load no plugins, so they would not check requests.
+        "--tokenizer-worker-num above 1": (server_args.tokenizer_worker_num or 1) > 1,
+        "SGLANG_RUST_SERVER": envs.SGLANG_RUST_SERVER.get(),
     }
     for flag, given in wrong.items():
         if given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,9 @@ class Requests:
         self._config = config
         self._states: dict[str, RequestState] = {}
         self._prompt_queries: dict[str, list[Tensor]] = {}
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
 
     def keep_queries(self, rid: str, queries: Tensor, window: int) -> None:
         """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes.

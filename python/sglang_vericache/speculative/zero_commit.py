@@ -1,6 +1,6 @@
 """Iterations in which a request only drafts: it commits nothing, which stock SGLang never sees.
 
-Three places of the scheduler's result path assume at least one committed token.
+Four places of the scheduler's result path assume at least one committed token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from sglang_vericache.speculative.algorithm import NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
     from sglang.srt.managers.utils import GenerationBatchResult
 
 
@@ -48,6 +49,15 @@ def resolve_tokens(
     self.metrics_reporter.spec_num_correct_drafts += drafting
 
 
+def report_decode_stats(
+    original: Any, self: SchedulerMetricsReporter, *args: Any, **kwargs: Any
+) -> None:
+    """Nothing was committed since the last report: its averages would divide by no pass."""
+    spec = self.scheduler.spec_algorithm
+    if spec.is_none() or spec.name != NAME or self.spec_num_forward_ct > 0:
+        original(self, *args, **kwargs)
+
+
 HOOKS = (
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
@@ -70,5 +80,13 @@ HOOKS = (
         "after",
         resolve_tokens,
         "counts a verify pass for every request of every iteration",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.metrics_reporter."
+        "SchedulerMetricsReporter.report_decode_stats",
+        ("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens"),
+        "around",
+        report_decode_stats,
+        "divides by the verify passes since the last report, which may be none",
     ),
 )
