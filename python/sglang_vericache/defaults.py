@@ -37,6 +37,11 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
     for field, value in decided.items():
         setattr(server_args, field, value)
     if shims.needed():
+        if server_args.enable_deterministic_inference:
+            raise ValueError(
+                "--enable-deterministic-inference needs an accelerator; on a CPU the results of "
+                "VeriCache never depend on the batch, so leave it out"
+            )
         open_fields = {
             "device": "cpu",
             "max_total_tokens": CPU_MAX_TOTAL_TOKENS,

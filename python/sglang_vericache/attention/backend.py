@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
 from torch import Tensor
 
 from sgl_kernel_ext import ragged_attention, store_kv
@@ -30,7 +31,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
     def __init__(self, model_runner: ModelRunner):
         super().__init__()
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.pool = model_runner.token_to_kv_pool
+        self.pool = supported_pool(model_runner)
         self.query_window = 0
         self.rows: Rows | None = None
         self._queries: list[Tensor] = []
@@ -116,6 +117,26 @@ class VeriCacheAttentionBackend(AttentionBackend):
         return self.req_to_token.is_cuda
 
 
+def supported_pool(model_runner: ModelRunner) -> KVCache:
+    """The runner's KV pool.
+
+    Raises:
+        ValueError: it is not one of keys and values per head in the model's dtype.
+    """
+    pool = model_runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool:
+        raise ValueError(
+            f"VeriCache does not support this model yet: it keeps its KV in a {type(pool).__name__} "
+            "(MLA, sliding window and state-space layers are not supported)"
+        )
+    if pool.dtype != model_runner.dtype or pool.is_quantized_kv_cache:
+        raise ValueError(
+            f"--kv-cache-dtype: VeriCache reads KV in the model's dtype, {model_runner.dtype}, "
+            f"not {pool.dtype}"
+        )
+    return pool
+
+
 def check_supported(layer: RadixAttention) -> None:
     """Raise ``ValueError`` for attention that the op does not compute."""
     if (
@@ -132,9 +153,12 @@ def check_supported(layer: RadixAttention) -> None:
 
 
 def register_backend() -> None:
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        ATTENTION_BACKEND_CHOICES.append(NAME)
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+        # Its results do not depend on the batch, nor on what the radix tree held.
+        choices.add_deterministic_attention_backend_choices([NAME])
+        choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
     register_attention_backend(NAME)(VeriCacheAttentionBackend)

@@ -16,13 +16,32 @@ def after_load(result: None, self: ModelRunner) -> None:
 
     On CUDA the batch-invariant kernels of ``--enable-deterministic-inference`` do this job.
     """
-    if config_of(self.server_args) is None or self.device != "cpu":
+    if config_of(self.server_args) is None:
+        return
+    refuse_unsupported(self)
+    if self.device != "cpu":
         return
     from sglang_vericache.platform import layers, llama
 
     layers.install(self.model)
     if llama.supports(self.model):
         llama.install(self.model, lambda: self.attn_backend)
+
+
+def refuse_unsupported(runner: ModelRunner) -> None:
+    """Raise ``ValueError`` for models in which something other than attention mixes rows."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    reasons = {
+        "multimodal input": runner.model_config.is_multimodal,
+        "mixture of experts": any(isinstance(m, FusedMoE) for m in runner.model.modules()),
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise ValueError(
+                f"VeriCache does not support {reason} yet ({type(runner.model).__name__}); "
+                "start without --vericache-* flags"
+            )
 
 
 HOOKS: tuple[Any, ...] = (
