@@ -35,10 +35,9 @@ OFF = {
     "float32": ServerSpec(("--vericache", "off", *FP32)),
 }
 PAGE_SIZES = {1: DRAFTING["bfloat16"], 16: ADAPTIVE["bfloat16"], 64: DRAFTING["float32"]}
-# Pool and context so small that requests run out of either.
-CROWDED = ServerSpec(
-    (*FIXED, "--max-total-tokens", "1024", "--context-length", "640", "--max-running-requests", "8")
-)
+# A pool smaller than one long request.
+POOL_TOKENS = 512
+CROWDED = ServerSpec((*FIXED, "--max-total-tokens", str(POOL_TOKENS)))
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(
     ("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *FP32),

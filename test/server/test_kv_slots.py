@@ -20,6 +20,10 @@ PAGED = [
 ]
 
 
+# Stop tokens, a third of the vocabulary: met after few tokens.
+STOPPING = {"stop_token_ids": list(range(0, 49152, 3)), "ignore_eos": False}
+
+
 def floor(length, page):
     return length // page * page
 
@@ -41,7 +45,7 @@ def test_200_requests_leak_nothing(page, server, make_corpus):
                 prompt,
                 tokens=400 if i % 4 == 3 else rng.randint(1, 10),
                 vericache={"compressor": next(compressors)},
-                sampling={"stop_token_ids": list(range(0, 49152, 3))} if i % 4 == 1 else {},
+                sampling=STOPPING if i % 4 == 1 else {},
                 fields={"rid": rid},
             )
             pending.append((ask, server.submit(ask)))
@@ -86,10 +90,11 @@ def test_the_tree_holds_exactly_what_was_returned(page, server, make_corpus):
     for stop_at in (3, 8, 17):
         prompt = tuple(corpus.prompt(130))
         vericache = {"compressor": "identity"}
-        whole = server.ask(prompt, 24, vericache=vericache)
+        whole = server.ask(prompt, 24, vericache=vericache, sampling={"ignore_eos": False})
+        assert len(whole.ids) == 24
         end = next(i for i in range(stop_at, 24) if whole.ids[i] not in whole.ids[:i])
         server.flush()
-        stop = {"stop_token_ids": [whole.ids[end]]}
+        stop = {"stop_token_ids": [whole.ids[end]], "ignore_eos": False}
         first = server.ask(prompt, 24, vericache=vericache, sampling=stop)
         assert first.finish["type"] == "stop" and first.ids == whole.ids[: end + 1]
 

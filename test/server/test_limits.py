@@ -6,34 +6,39 @@ import pytest
 
 from server.comparing import assert_identical
 from server.harness import Ask, RequestFailed
-from server.specs import COMPRESSORS, CROWDED
+from server.specs import COMPRESSORS, CROWDED, DRAFTING, POOL_TOKENS
 
-pytestmark = pytest.mark.server(CROWDED)
-CONTEXT, POOL = 640, 1024
+CONTEXT = 8192
+ROOMY = pytest.mark.server(DRAFTING["bfloat16"])
+SMALL = pytest.mark.server(CROWDED)
 
 
-@pytest.mark.parametrize("short_by", [0, 1, 2])
-@pytest.mark.parametrize("generated", [1, 2, 7, 40])
-def test_up_to_the_last_position(short_by, generated, server, without_drafts, make_corpus):
-    """K11: prompt + max_tokens = context length and a little less."""
-    prompt = tuple(make_corpus().prompt(CONTEXT - generated - short_by))
-    asks = [Ask(prompt, generated, {"compressor": name}) for name in COMPRESSORS]
+@ROOMY
+@pytest.mark.parametrize("short_by", [1, 0])
+@pytest.mark.parametrize("generated", [8, 40])
+def test_up_to_the_last_position(generated, short_by, server, without_drafts, make_corpus):
+    """K11: prompt + max_tokens = context length, and one less."""
+    prompt = tuple(make_corpus().prompt(CONTEXT - 8))[: CONTEXT - generated - short_by]
     server.warm(prompt)
+    asks = [Ask(prompt, generated, {"compressor": name}) for name in COMPRESSORS]
     found = [server.answer(ask) for ask in asks]
     assert_identical(found, without_drafts.answers(asks))
     assert {answer.finish["type"] for answer in found} == {"length"}
+    assert sum(answer.drafted for answer in found) > 0
 
 
+@ROOMY
 def test_more_than_the_context(server, make_corpus):
     """Refused by name, and nothing else happens."""
     prompt = tuple(make_corpus().prompt(CONTEXT))
-    for tokens in (1, CONTEXT, 10**9):
+    for tokens in (1, 10**9):
         with pytest.raises(RequestFailed) as refused:
             server.ask(prompt, tokens)
         assert refused.value.status == 400
         assert server.ask(prompt[:20], 4).finish["type"] == "length"
 
 
+@SMALL
 def test_retraction_changes_nothing(server, off, make_corpus):
     """K14: eight requests outgrow the pool again and again; big-pool answers are the reference."""
     prompts = [tuple(prompt) for prompt in make_corpus().prompts(8, 90)]
@@ -54,13 +59,22 @@ def test_retraction_changes_nothing(server, off, make_corpus):
             assert later.text.startswith(earlier.text.rstrip("\ufffd"))
 
 
-def test_a_pool_smaller_than_one_request(server, make_corpus):
-    """K12: the request that cannot fit ends with an error; the next one works."""
-    prompt = tuple(make_corpus().prompt(24))
-    tokens = CONTEXT - len(prompt)
-    before = server.ask(prompt, 30)
-    together = [server.submit(Ask(prompt[i:], tokens)) for i in range(4)]
-    ends = [future.result().finish["type"] for future in together]
-    assert set(ends) <= {"length", "abort"}, ends
-    after = server.ask(prompt, 30)
-    assert_identical([after], [before])
+@SMALL
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_pool_smaller_than_one_request(compressor, server, off, make_corpus):
+    """K12: what cannot fit ends early with a reason; the next request works."""
+    corpus = make_corpus()
+    vericache = {"compressor": compressor}
+    long = Ask(tuple(corpus.prompt(300)), 2 * POOL_TOKENS, vericache)
+    short = Ask(tuple(corpus.prompt(24)), 12, vericache)
+    try:
+        found = server.answer(long)
+    except RequestFailed as refused:
+        assert "memory" in refused.text or "length" in refused.text, refused.text
+    else:
+        assert found.finish["type"] in ("length", "abort")
+        assert 0 < len(found.ids) < POOL_TOKENS - 300
+    with pytest.raises(RequestFailed) as refused:
+        server.ask(corpus.prompt(POOL_TOKENS), 4)
+    assert refused.value.status == 400
+    assert_identical([server.answer(short)], off["bfloat16"].answers([short]))
