@@ -1,20 +1,17 @@
 """The parts of a server that samplers read: configuration, a process group, CPU hashing."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
-# Compiling the stock samplers takes minutes on a CPU; their eager results are what is compared.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def runtime():
     from sglang_vericache.platform import bootstrap
 
     bootstrap.install()
 
+    import torch
     import torch.distributed as dist
     from sglang.srt.runtime_context import get_context, get_parallel
 
@@ -30,21 +27,37 @@ def runtime():
         "sampling_backend": "pytorch",
         "enable_custom_logit_processor": True,
     }
-    with get_context().override_server_args(**config), get_parallel().override(tp_group=group):
+    with (
+        get_context().override_server_args(**config),
+        get_parallel().override(tp_group=group),
+        # Compiling the stock samplers takes minutes on a CPU; their eager results are compared.
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield
     if created:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sampler(runtime):
     from sglang_vericache.sampling.sampler import RowSampler
 
     return RowSampler()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stock_sampler(runtime):
     from sglang.srt.layers.sampler import Sampler
 
     return Sampler()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Thousands of tiny operators: on a busy machine two threads wait for each other all along."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -10,6 +10,8 @@ from sampling.fakes import Batch, Req
 from sampling.loops import HashModel, run_drafted, run_plain
 from sglang_vericache.sampling.settle import RowLayout, settle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 49152
 THINK_END = (600, 700)
 REGEX = "(yes|no|maybe)( [0-9]{2}){2}"
@@ -24,11 +26,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 STEPS = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

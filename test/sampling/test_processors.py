@@ -7,6 +7,8 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sampling.fakes import VOCAB, Req
 from sampling.loops import HashModel, run_drafted, run_plain
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 40
 CALLS: list[tuple[str, int, list[int]]] = []
 
@@ -50,7 +52,6 @@ def calls_of(reqs):
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("error", [0.3, 3.0])
 def test_processor_runs_once_per_committed_position(sampler, k, error):
-    torch.set_num_threads(1)
     processor = Spy.to_str()
     plain, plain_log = make_reqs(processor), {}
     for req in plain:

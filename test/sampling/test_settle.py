@@ -9,6 +9,8 @@ from sampling.loops import HashModel, run_drafted, run_plain
 from sglang_vericache.sampling import penalties
 from sglang_vericache.sampling.settle import RowLayout, settle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 40
 PENALTIES = [
     {},
@@ -60,17 +62,8 @@ def logs(log, reqs):
     return [log[req][:STEPS] for req in reqs]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    # Thousands of tiny operators: on a busy machine two threads wait for each other all the time.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def plain(sampler):
+def plain(sampler, one_thread):
     """Every request decoded alone, plainly."""
     reqs = make_reqs()
     log = {}
