@@ -11,6 +11,7 @@ from sglang_vericache.hooks import Hook
 from sglang_vericache.sampling.requests import adjust_from_schedule_batch
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -33,7 +34,35 @@ def adjusted_from_schedule_batch(
         adjust_from_schedule_batch(self, batch, vocab_size)
 
 
+def apply_penalties(original: Any, self: SamplingBatchInfo, logits: torch.Tensor) -> None:
+    """``SamplingBatchInfo._apply_pre_grammar_logits_transforms`` around: add penalties as one sum.
+
+    Without overlap scheduling stock subtracts them one after another, in the order of a set of
+    classes, so their rounding differs from process to process and from ``penalties.py``.
+    """
+    orchestrator = self.penalizer_orchestrator
+    on = config_of(get_server_args()) is not None
+    if not on or orchestrator is None or not orchestrator.is_required:
+        original(self, logits)
+        return
+    self.update_penalties()
+    self.penalizer_orchestrator = None
+    try:
+        original(self, logits)
+    finally:
+        self.penalizer_orchestrator = orchestrator
+        self.acc_additive_penalties = self.acc_scaling_penalties = None
+
+
 HOOKS = (
+    Hook(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
+        "_apply_pre_grammar_logits_transforms",
+        ("self", "logits"),
+        "around",
+        apply_penalties,
+        "the rounding of mixed penalties depends on the order of a set",
+    ),
     Hook(
         "sglang.srt.layers.sampler.create_sampler",
         ("backend",),
