@@ -28,10 +28,8 @@ TICKET = {
     "additionalProperties": False,
 }
 INCIDENT = (
-    "Incident report: service billing-gateway on host node-3817.internal, port 48213, "
-    "failed with error code E-77410."
+    '{"service": "billing-gateway", "error_code": "E-77410", "host": "node-3817", "port": 48213}'
 )
-FIELDS = "service, error_code, host, port"
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,13 @@ class Task:
 def tasks(tokenizer: Tokenizer, context: int) -> list[Task]:
     """The demo's tasks with prompts of about ``context`` tokens."""
     manual, code = texts.documentation(), texts.source("tarfile")
+    call = "Open a ticket: repeat the incident record above as the parameters of open_ticket."
+    answer = "Repeat the incident record above as JSON."
     return [
         _completion("copy an identifier", _identifier(tokenizer, manual, context)),
         _completion("continue code", cut(tokenizer, code, 0, context)),
-        _chat("tool call", _incident(tokenizer, manual, context, "Call open_ticket"), _tool()),
-        _chat("JSON schema", _incident(tokenizer, manual, context, "Answer in JSON"), _schema()),
+        _chat("tool call", _incident(tokenizer, manual, 2 * context, context, call), _tool()),
+        _chat("JSON schema", _incident(tokenizer, manual, 3 * context, context, answer), _schema()),
     ]
 
 
@@ -85,13 +85,12 @@ def _identifier(tokenizer: Tokenizer, manual: str, context: int) -> str:
     )
 
 
-def _incident(tokenizer: Tokenizer, manual: str, context: int, order: str) -> str:
+def _incident(tokenizer: Tokenizer, manual: str, start: int, context: int, order: str) -> str:
+    """The incident in the middle of ``context`` tokens of the manual from token ``start`` on."""
     half = context // 2
-    start = 2 * context if "JSON" in order else 3 * context
     return (
-        f"{cut(tokenizer, manual, start, half)}\n\n{INCIDENT}\n\n"
-        f"{cut(tokenizer, manual, start + half, half)}\n\n"
-        f"{order} with the fields {FIELDS} of the incident report above."
+        f"{cut(tokenizer, manual, start, half)}\n\nIncident record: {INCIDENT}\n\n"
+        f"{cut(tokenizer, manual, start + half, half)}\n\n{order}"
     )
 
 

@@ -4,7 +4,8 @@ full      plain decoding from the full KV cache (``enabled: false``)
 lossy     decoding from the compressed KV cache, unverified (``unverified: true``)
 vericache drafting from the compressed cache, verifying against the full one
 
-Fails if VeriCache's text differs from the full one. The last line is the result as JSON.
+Fails if VeriCache's text differs from the full one, or if it drafted nothing. The last line is
+the result as JSON.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def main() -> None:
     print(json.dumps(result))
     if not result["identical"]:
         sys.exit("VeriCache's text differs from that of the full KV cache")
+    if not any(result["acceptance"].values()):
+        sys.exit("nothing was shown: no draft was accepted")
 
 
 def _arguments() -> argparse.Namespace:
@@ -81,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     add("--context", type=int, default=5000, help="tokens per prompt (default: 5000)")
     add("--new-tokens", type=int, default=96, help="longest answer in tokens (default: 96)")
     add("--ratio", type=float, default=0.1, help="kept share of the KV cache (default: 0.1)")
-    add("--draft-len", default="auto", help="tokens per draft, or auto (default: auto)")
+    add("--draft-len", default="8", help="tokens per draft, or auto (default: 8)")
     return parser.parse_args()
 
 
@@ -107,7 +110,7 @@ def decode(url: str, work: list[Task], options: dict[str, Any], max_tokens: int)
 def acceptance(meta: dict[str, Any]) -> float | None:
     """Accepted share of a request's drafts; None if it made none."""
     counts = meta["vericache"]
-    return counts["accepted"] / counts["drafted"] if counts["drafted"] else None
+    return round(counts["accepted"] / counts["drafted"], 3) if counts["drafted"] else None
 
 
 def report(runs: dict[str, Run], context: int) -> None:
@@ -174,7 +177,7 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=600) as response:
+        with urllib.request.urlopen(request, timeout=3600) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{url}: {error.code} {error.read().decode()}") from None
