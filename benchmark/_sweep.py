@@ -53,7 +53,7 @@ class Measured:
 
     rates: list[float]
     ids: list[list[int]]
-    counters: dict[str, float]
+    counters: dict[str, int]
 
     @property
     def best(self) -> float:
@@ -115,17 +115,17 @@ def sweep(
     return result
 
 
-def counters(url: str) -> dict[str, float]:
-    """VeriCache's scalar counters, ``{}`` on a server that has none."""
+def counters(url: str) -> dict[str, int]:
+    """VeriCache's counts so far (no shares, no lists), ``{}`` on a server that has none."""
     try:
         with urllib.request.urlopen(f"{url}/vericache", timeout=30) as response:
             found: dict[str, Any] = json.load(response).get("counters") or {}
     except urllib.error.HTTPError:
         return {}
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
-def acceptance(change: dict[str, float]) -> float | None:
+def acceptance(change: dict[str, int]) -> float | None:
     """Accepted share of verified drafts; None without drafts."""
     drafted = change.get("drafted")
     return change["accepted"] / drafted if drafted else None
