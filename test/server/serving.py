@@ -1,4 +1,4 @@
-"""The servers of the tests of what requests ask for: one for nearly all, one that streams deltas."""
+"""Servers of the tests of what requests ask for: one for nearly all, one that streams deltas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_EOS = "<|im_end|>"
 
 
 def assert_same(found: Sequence[Result], expected: Sequence[Result], asks: Iterable[Ask]) -> None:
-    """``assert_identical``, and equal counts of tokens; the drafts must have been tried in vain too.
+    """``assert_identical`` and equal counts of tokens, of drafts that were accepted in part.
 
     Raises:
         AssertionError: also if no draft was made or none rejected, as that tests nothing.

@@ -24,6 +24,7 @@ TOOL = {
     "function": {
         "name": "add",
         "description": "adds two numbers",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {

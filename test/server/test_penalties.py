@@ -49,7 +49,8 @@ def test_counts_are_those_of_committed_tokens(server, make_corpus):
     ]
     free, bound = server.concurrently(asked)
     assert free.accepted < free.drafted and bound.accepted < bound.drafted
-    same = next((i for i, (a, b) in enumerate(zip(free.ids, bound.ids)) if a != b), 40)
+    pairs = zip(free.ids, bound.ids, strict=True)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), 40)
     assert same >= 10, "the penalty changed the text at once"
 
     def gaps(answer):
