@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import requests
 
 from servers import Server
@@ -141,6 +142,10 @@ class LiveServer:
         self.process = process
         self.url = process.url
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS)
+
+    def is_alive(self) -> bool:
+        """Whether the launcher runs; it ends when one of its processes does."""
+        return psutil.Process(self.process.pid).status() != psutil.STATUS_ZOMBIE
 
     def post(self, path: str, body: Mapping[str, Any], **options: Any) -> requests.Response:
         """``POST`` without a check of the status; ``options`` go to ``requests``."""

@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 
 from server.harness import LiveServer, ServerSpec
+from servers import ServerFailed
 
 # How many servers may be alive; a second one serves as the reference of comparisons.
 LIMIT = "VERICACHE_TEST_SERVERS"
@@ -23,19 +24,26 @@ class ServerPool:
         words = os.environ.get(EXTRA_ENV, "").split()
         self._env = dict(word.split("=", 1) for word in words)
         self._alive: OrderedDict[ServerSpec, LiveServer] = OrderedDict()
-        self.starts = 0
+        self._failed: dict[ServerSpec, ServerFailed] = {}
 
     def get(self, spec: ServerSpec) -> LiveServer:
         """The server of ``spec``, started if it is not alive.
 
         Raises:
-            ServerFailed: it does not start; with the tail of its log.
+            ServerFailed: it does not start, or did not before; with the tail of its log.
         """
+        if spec in self._failed:
+            raise self._failed[spec]
+        if spec in self._alive and not self._alive[spec].is_alive():
+            self.stop(spec)  # the test it died in has failed; the others need not
         if spec not in self._alive:
             while len(self._alive) >= self.limit:
                 self.stop(next(iter(self._alive)))
-            self._alive[spec] = spec.start(self._env)
-            self.starts += 1
+            try:
+                self._alive[spec] = spec.start(self._env)
+            except ServerFailed as failed:
+                self._failed[spec] = failed
+                raise
         self._alive.move_to_end(spec)
         return self._alive[spec]
 
