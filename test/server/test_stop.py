@@ -113,7 +113,7 @@ def test_eos_anywhere_in_a_block(server, without_drafts, sentence):
     assert all(a.ids[-1] == EOS and a.finish["matched"] == EOS for a in ended)
     assert all(len(a.ids) == 24 and EOS in a.ids[:-1] for a in went_on)
 
-    # The next turn continues with just what was drafted behind EOS: a longer hit would show it kept.
+    # The next turn goes on as drafted behind EOS: a longer hit would show that it was kept.
     turns = []
     for vericache in ({"compressor": "identity"}, {"enabled": False}):
         server.flush()
