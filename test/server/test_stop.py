@@ -248,8 +248,9 @@ def test_one_logprob_a_token_over_all_chunks(incremental, server, make_corpus):
     ]
     whole = [server.answer(plain(ask)) for ask in asks]
     streams = server.streams(asks)
+    assert all(len(chunks) > 2 for chunks in streams)
+    assert min(len(chunks) for chunks in streams) < 20, "no chunk holds a run"
     for chunks, expected in zip(streams, whole, strict=True):
-        assert 2 < len(chunks) < 33, "chunks hold no runs"
         if incremental:
             ids = [token for chunk in chunks for token in chunk.ids]
             logprobs = [value for chunk in chunks for value in chunk.logprobs]
