@@ -37,7 +37,7 @@ def register() -> None:
 def table() -> tuple[Hook, ...]:
     """Every hook of this package into SGLang."""
     from sglang_vericache.entrypoints import admission, status
-    from sglang_vericache.platform import model
+    from sglang_vericache.platform import allocation, model
     from sglang_vericache.sampling import hooks as sampling
     from sglang_vericache.speculative import algorithm, zero_commit
 
@@ -60,6 +60,7 @@ def table() -> tuple[Hook, ...]:
         *zero_commit.HOOKS,
         *sampling.HOOKS,
         *model.HOOKS,
+        *allocation.HOOKS,
         *admission.HOOKS,
         *status.HOOKS,
     )
