@@ -126,7 +126,7 @@ def supported_pool(model_runner: ModelRunner) -> KVCache:
     pool = model_runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool:
         raise ValueError(
-            f"VeriCache does not support this model yet: it keeps its KV in a {type(pool).__name__} "
+            f"VeriCache does not support this model yet, whose KV is in a {type(pool).__name__} "
             "(MLA, sliding window and state-space layers are not supported)"
         )
     if pool.dtype != model_runner.dtype or pool.is_quantized_kv_cache:

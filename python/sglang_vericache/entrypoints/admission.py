@@ -71,6 +71,16 @@ def _check_draft_len(value: Any, most: int) -> None:
         )
 
 
+def check_input_ids(input_ids: Sequence[int] | None, vocab_size: int) -> None:
+    """Raise ``ValueError`` for a prompt token that the embedding has no row for.
+
+    Stock looks it up unchecked, which ends the scheduler.
+    """
+    for token in input_ids or ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"input_ids: token {token} is outside the vocabulary of {vocab_size}")
+
+
 def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
     """``TokenizerManager._create_tokenized_object`` after: refuse what would not be honoured."""
     config = config_of(self.server_args)
@@ -79,6 +89,7 @@ def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs
     asked = (tokenized.sampling_params.custom_params or {}).get(KEY)
     if asked is not None:
         check_options(asked, config)
+    check_input_ids(tokenized.input_ids, self.model_config.vocab_size)
     for request in (obj, tokenized):  # some parameters are only on one of them
         check_supported(request, config)
 
