@@ -17,7 +17,7 @@ def manager(config):
     server_args = SimpleNamespace()
     if config is not None:
         attach(server_args, config)
-    return SimpleNamespace(server_args=server_args)
+    return SimpleNamespace(server_args=server_args, model_config=SimpleNamespace(vocab_size=100))
 
 
 ON, OFF, STOCK = manager(VeriCacheConfig()), manager(VeriCacheConfig(mode="off")), manager(None)
@@ -58,6 +58,14 @@ def test_options_are_checked(server):
 def test_unsupported_parameter_is_named(server, name):
     with pytest.raises(ValueError, match=name):
         admit(server, **{name: True})
+
+
+@pytest.mark.parametrize("token", [-1, 100])
+def test_prompt_ids_outside_the_vocabulary_are_refused(token):
+    request = tokenized()
+    request.input_ids = [1, 99, token]
+    with pytest.raises(ValueError, match=f"input_ids: token {token} "):
+        admit(ON, request)
 
 
 def test_inert_on_a_stock_server():
