@@ -14,9 +14,13 @@ from server.specs import OFF
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 HERE = Path(__file__).parent
+# Modules whose tests were all seen passing on the current code. The others are written but not
+# proven yet: `make test` leaves them out, `make test-all` runs them.
+PROVEN = {"test_smoke.py"}
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "unproven: not seen passing yet; `make test-all` runs it")
     config.addinivalue_line("markers", "server(spec): the ServerSpec that fixture `server` runs")
 
 
@@ -27,6 +31,8 @@ def pytest_collection_modifyitems(items):
     order: dict[ServerSpec | None, int] = {}
     for item in ours:
         item.add_marker(pytest.mark.slow)
+        if item.path.name not in PROVEN:
+            item.add_marker(pytest.mark.unproven)
         order.setdefault(_spec(item), len(order))
     ours.sort(key=lambda item: order[_spec(item)])
     for place, item in zip(places, ours, strict=True):
