@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,13 +48,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
         rows = full_rows(forward_batch)
         if self.query_window and mode.is_extend():
             captured = last_rows(forward_batch.extend_seq_lens_cpu, self.query_window)
-            rows = Rows(
-                rows.q_indptr,
-                rows.req_row,
-                rows.tail_start,
-                rows.tail_end,
-                captured=captured.to(rows.tail_end.device),
-            )
+            rows = replace(rows, captured=captured.to(rows.tail_end.device))
         self.rows = rows
 
     def take_queries(self) -> Tensor | None:
