@@ -37,7 +37,8 @@ class DraftState:
         drafted: tokens drafted since the last verify pass.
         limit: drafting more tokens than this in a round is useless or impossible (tokens left to
             generate minus one, free KV slots); 0 asks for plain decoding.
-        stop: the last draft had so small a top-1 margin that verifying now is better.
+        margins: of the drafts, by how much (in logits) each was preferred to the runner-up; empty
+            where nobody asks for them.
     """
 
     rid: Hashable
@@ -45,7 +46,7 @@ class DraftState:
     view: float
     drafted: int
     limit: int
-    stop: bool = False
+    margins: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ def reference(row: list[float], count: int, protected: Protected) -> list[int]:
     """Positions by (protected sinks, protected recent, score, lower position), one at a time."""
     length = len(row)
     sinks = list(range(length))[: protected.sinks]
-    recent = [t for t in range(length)[::-1] if t >= length - protected.recent and t not in sinks]
+    wanted = max(protected.recent, int(protected.recent_share * count))
+    recent = [t for t in range(length)[::-1] if t >= length - wanted and t not in sinks]
     value = [float("-inf") if x != x else x for x in row]
     rest = sorted(set(range(length)) - set(sinks) - set(recent), key=lambda t: (-value[t], t))
     return sorted((sinks + recent + rest)[:count])
@@ -26,7 +27,8 @@ def reference(row: list[float], count: int, protected: Protected) -> list[int]:
 def test_matches_a_sort(data):
     row = data.draw(st.lists(SCORES, min_size=1, max_size=24))
     count = data.draw(st.integers(0, len(row)))
-    protected = Protected(data.draw(st.integers(0, 26)), data.draw(st.integers(0, 26)))
+    share = data.draw(st.sampled_from([0.0, 0.3, 1.0]))
+    protected = Protected(data.draw(st.integers(0, 26)), data.draw(st.integers(0, 26)), share)
     # An infinite score competes with protection; no method returns one.
     row = [1.5 if x == float("inf") else x for x in row]
     kept = keep_best(torch.tensor([row, row[::-1]]), count, protected)

@@ -20,6 +20,8 @@ from sglang_vericache.core import Budget
         ("sinks", -1),
         ("window", 0),
         ("window", 2.5),
+        ("recent", -0.1),
+        ("recent", 1.1),
         ("kernel", 0),
         ("kernel", 4),
     ],

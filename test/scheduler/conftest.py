@@ -34,6 +34,8 @@ class Request:
     view: int
     agreement: Agreement
     remaining: int = 10**9
+    margin: Callable[[int], float] | None = None
+    """Top-1 margin of the draft token at an output position."""
     drafted: int = 0
     output: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -42,7 +44,12 @@ class Request:
     def state(self) -> DraftState:
         view = min(self.view + self.output + self.drafted, self.context)
         limit = self.remaining - self.output - 1
-        return DraftState(self.rid, self.context, view, self.drafted, limit)
+        return DraftState(self.rid, self.context, view, self.drafted, limit, self.margins)
+
+    @property
+    def margins(self) -> list[float]:
+        positions = range(self.output, self.output + self.drafted)
+        return [self.margin(position) for position in positions] if self.margin else []
 
 
 class Simulation:
@@ -94,7 +101,7 @@ class Simulation:
             request.output + accepted
         ):
             accepted += 1
-        self.planner.settle(request.rid, request.drafted, accepted)
+        self.planner.settle(request.rid, request.drafted, accepted, request.margins)
         request.rounds.append((request.drafted, accepted))
         request.context += accepted + 1
         request.output += accepted + 1

@@ -1,12 +1,14 @@
 """Draft lengths on simulated servers: near the best fixed one, never much slower than plain."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_vericache.core import DraftState
 from sglang_vericache.scheduler import AdaptiveLength, CostModel, FixedLength, Planner
-from sglang_vericache.scheduler.agreement import Agreement
+from sglang_vericache.scheduler.agreement import Agreement, Confidence
 from sglang_vericache.scheduler.draft_length import (
     LOSS_SHARE,
     MAX_CREDIT,
@@ -75,6 +77,33 @@ def test_long_contexts_in_a_batch_gain(simulation):
         return server.run(600).rate
 
     assert rate(Planner.adaptive(32)) > 1.4 * rate(Planner.fixed(0))
+
+
+def test_rounds_end_at_close_calls(simulation):
+    """Tokens of two kinds, told apart by their margins: better than any fixed length."""
+    rng = random.Random(1)
+    easy = [rng.random() < 0.8 for _ in range(20_000)]
+
+    def rate(planner, margin=None):
+        server = simulation(planner, pair=2e-7)
+        server.add(16, lambda i: 0.98 if easy[i] else 0.5, margin=margin)
+        return server.run(800).rate
+
+    fixed = {k: rate(Planner.fixed(k)) for k in (1, 2, 3, 4, 5, 6, 8, 12)}
+    blind = rate(Planner.adaptive(16))
+    seeing = rate(Planner.adaptive(16), margin=lambda i: 5.0 if easy[i] else 0.1)
+    assert seeing > 1.04 * max(*fixed.values(), blind), (seeing, blind, fixed)
+
+
+def test_confidence_is_learned_by_margin():
+    confidence = Confidence(memory=1e9)
+    assert confidence.of(3.0, 0.7) == confidence.best(0.7) == pytest.approx(0.7)
+    for _ in range(500):
+        confidence.record([5.0, 0.1, 5.0], accepted=1)  # nothing is known of the last one
+        confidence.record([5.0], accepted=1)
+    assert confidence.of(4.5, 0.7) == confidence.best(0.7) > 0.99
+    assert confidence.of(-1.0, 0.7) == confidence.of(0.2, 0.7) < 0.01
+    assert confidence.of(0.6, 0.7) == pytest.approx(0.7), "a margin never seen"
 
 
 def test_a_view_as_large_as_the_context_never_drafts(simulation):

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_vericache.core import Action, DraftState
-from sglang_vericache.scheduler import Planner
+from sglang_vericache.scheduler import CostModel, FixedLength, Planner
 
 
-def state(rid="a", drafted=0, limit=100, stop=False):
-    return DraftState(rid, 5000, 500, drafted, limit, stop)
+def state(rid="a", drafted=0, limit=100, margins=()):
+    return DraftState(rid, 5000, 500, drafted, limit, margins)
 
 
 def rounds(planner, count, **options):
@@ -46,10 +46,16 @@ def test_a_limit_that_shrinks_within_a_round_verifies():
     assert rounds(planner, 2) == [8, 8]
 
 
+class StopsAtCloseCalls(FixedLength):
+    def extends(self, request, batch):
+        return all(margin > 1 for margin in request.margins)
+
+
 def test_early_stop_verifies_and_frees_the_phase():
-    planner = Planner.fixed(8)
-    assert planner.plan([state(stop=True)]) == [Action.DRAFT], "there is nothing to verify yet"
-    assert planner.plan([state(drafted=1, stop=True)]) == [Action.VERIFY]
+    planner = Planner(StopsAtCloseCalls(8), 8, CostModel())
+    assert planner.plan([state(margins=[0.5])]) == [Action.DRAFT], "there is nothing to verify yet"
+    assert planner.plan([state(drafted=1, margins=[2.0])]) == [Action.DRAFT]
+    assert planner.plan([state(drafted=2, margins=[2.0, 0.5])]) == [Action.VERIFY]
     assert sum(planner.phases()) == 0
     assert rounds(planner, 2) == [8, 8]
 
@@ -103,14 +109,14 @@ def test_any_course_of_events(data):
         for rid in leaving:
             drafted.pop(rid, None)
         limit = data.draw(st.integers(0, 9))
-        stops = data.draw(st.sets(st.integers(0, 7), max_size=2))
-        requests = [state(rid, n, max(limit, n), rid in stops) for rid, n in drafted.items()]
+        margin = data.draw(st.floats(-5, 20))
+        requests = [state(rid, n, max(limit, n), [margin] * n) for rid, n in drafted.items()]
         actions = planner.plan(requests)
         planner.observe(data.draw(st.floats(1e-4, 10)))
         for request, action in zip(requests, actions, strict=True):
             if action is Action.VERIFY:
                 accepted = data.draw(st.integers(0, request.drafted))
-                planner.settle(request.rid, request.drafted, accepted)
+                planner.settle(request.rid, request.drafted, accepted, request.margins)
                 drafted[request.rid] = 0
             else:
                 assert request.drafted < min(k, request.limit)

@@ -33,7 +33,7 @@ def test_200_requests_leak_nothing(page, server, make_corpus):
     """K1: ended by a stop token, by length, and by an abort in any phase."""
     assert server.get("/server_info")["page_size"] == page
     rng, corpus = random.Random(page), make_corpus()
-    compressors = itertools.cycle(COMPRESSORS)
+    drafts = itertools.cycle(itertools.product(COMPRESSORS, (1, 3, 6)))
     server.flush()
     ends = {"stop": 0, "length": 0, "abort": 0}
     for round_ in range(5):
@@ -41,10 +41,11 @@ def test_200_requests_leak_nothing(page, server, make_corpus):
         for i in range(40):
             prompt = tuple(corpus.prompt(rng.randint(2, 90)))
             rid = f"leak-{page}-{round_}-{i}"
+            compressor, draft_len = next(drafts)
             ask = Ask(
                 prompt,
                 tokens=400 if i % 4 == 3 else rng.randint(1, 10),
-                vericache={"compressor": next(compressors)},
+                vericache={"compressor": compressor, "draft_len": draft_len},
                 sampling=STOPPING if i % 4 == 1 else {},
                 fields={"rid": rid},
             )

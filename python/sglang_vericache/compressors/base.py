@@ -14,10 +14,17 @@ from sglang_vericache.core import Budget
 
 
 class Protected(NamedTuple):
-    """Tokens kept whatever their score: the first ``sinks`` and the last ``recent``."""
+    """Tokens kept whatever their score.
+
+    Attributes:
+        sinks: the first tokens.
+        recent: the last tokens.
+        recent_share: the last tokens again, as a share of all that are kept; the larger counts.
+    """
 
     sinks: int = 0
     recent: int = 0
+    recent_share: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def keep_best(scores: Tensor, count: int, protected: Protected = NOTHING) -> Ten
         return scores.new_empty((heads, 0), dtype=torch.int32)
     scores = scores.float().nan_to_num(NEVER, posinf=ALWAYS, neginf=NEVER)
     sinks = min(protected.sinks, count)
-    recent = min(protected.recent, count - sinks)
+    wanted = max(protected.recent, int(protected.recent_share * count))
+    recent = min(wanted, count - sinks)
     scores[:, :sinks] = ALWAYS
     scores[:, length - recent :] = ALWAYS
     # NOTE: topk's choice among equal scores is unspecified; only its smallest value is used.

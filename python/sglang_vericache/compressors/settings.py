@@ -18,6 +18,7 @@ class Settings:
         min_tokens: contexts are never compressed below this many tokens.
         sinks: first tokens that are always kept.
         window: last tokens that are always kept, and whose queries score the others.
+        recent: share of the budget that goes to the latest tokens, in [0, 1]; at least ``window``.
         kernel: width of the average pooling over scores, in tokens; odd.
         seed: of the random control.
     """
@@ -26,17 +27,20 @@ class Settings:
     min_tokens: int = 128
     sinks: int = 4
     window: int = 16
+    recent: float = 0.4
     kernel: int = 5
     seed: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            numbers = (int, float) if field.name == "ratio" else (int,)
+            numbers = (int, float) if field.name in ("ratio", "recent") else (int,)
             if isinstance(value, bool) or not isinstance(value, numbers):
                 raise ValueError(f"{field.name} must be a number, not {value!r}")
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"ratio must be in (0, 1], not {self.ratio}")
+        if not 0.0 <= self.recent <= 1.0:
+            raise ValueError(f"recent must be in [0, 1], not {self.recent}")
         for name, least in (("min_tokens", 0), ("sinks", 0), ("window", 1), ("kernel", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")

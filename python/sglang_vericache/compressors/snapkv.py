@@ -27,8 +27,10 @@ def window_scores(ctx: LayerContext, window: int, kernel: int, lists: int) -> Te
 class SnapKV(Dropper):
     """Keep the same best positions for all heads of a layer.
 
-    Window scores averaged over the query heads; window and sinks are kept anyway. Li et al. 2024,
-    https://arxiv.org/abs/2404.14469 (which selects per head: see ``snapkv-per-head``).
+    Window scores averaged over the query heads. Kept anyway: window, sinks and, beyond the paper, a
+    share ``recent`` of the budget for the latest tokens, since the next token depends most on them
+    (``recent`` 0 is the paper's rule). Li et al. 2024, https://arxiv.org/abs/2404.14469 (which
+    selects per head: see ``snapkv-per-head``).
 
     Cost a layer: reads T*HKV*D keys once; 2*w*HQ*D*T FLOPs.
     Limits: chosen from ``window`` prompt queries, so what only a later token needs is missing until
@@ -40,6 +42,7 @@ class SnapKV(Dropper):
 
     sinks: int = 4
     window: int = 16
+    recent: float = 0.4
     kernel: int = 5
 
     @property
@@ -48,7 +51,7 @@ class SnapKV(Dropper):
 
     @property
     def protected(self) -> Protected:
-        return Protected(self.sinks, self.window)
+        return Protected(self.sinks, self.window, self.recent)
 
     def score(self, ctx: LayerContext) -> Tensor:
         """Window scores ``[1, T]``."""

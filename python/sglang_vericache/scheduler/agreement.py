@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
+
 
 class Agreement:
     """Exponentially decayed estimate of the per-token agreement p.
@@ -30,3 +33,32 @@ class Agreement:
         for success in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._successes = self._keep * self._successes + success
             self._trials = self._keep * self._trials + 1.0
+
+
+class Confidence:
+    """Chance that a draft token is accepted, given how clearly it was preferred.
+
+    A calibration learned online: one ``Agreement`` for each range of top-1 margins.
+
+    Args:
+        memory: trials of a range after which an observation weighs 1/e.
+    """
+
+    EDGES = (0.25, 0.5, 1.0, 2.0, 4.0)
+    """Limits of the ranges, in logits."""
+
+    def __init__(self, memory: float) -> None:
+        self._ranges = [Agreement(memory) for _ in range(len(self.EDGES) + 1)]
+
+    def of(self, margin: float, prior: float) -> float:
+        """Chance of a draft with ``margin``; ``prior`` is believed before any trial."""
+        return self._ranges[bisect.bisect_right(self.EDGES, margin)].mean(prior)
+
+    def best(self, prior: float) -> float:
+        """The highest chance of any margin."""
+        return max(each.mean(prior) for each in self._ranges)
+
+    def record(self, margins: Sequence[float], accepted: int) -> None:
+        """Add the outcome of one verify pass over drafts with these margins."""
+        for i, margin in enumerate(margins[: accepted + 1]):
+            self._ranges[bisect.bisect_right(self.EDGES, margin)].record(1, int(i < accepted))

@@ -7,18 +7,23 @@ With agreement p a token and relative price c of a drafted token, a round of k d
 
 is the speed-up over plain decoding; C_draft and C_plain include the request's share of the
 iteration's fixed cost, and C_row is what one more row adds to a verify pass.
+
+Drafts are not equally uncertain: one with a close runner-up is rejected far more often. So a round
+ends where one more draft would bring less than its time is worth: with s the chance that all drafts
+so far hold (the product of their calibrated chances), as soon as ``s * p < gain(k) * c``. This is
+the optimal stopping rule of a renewal process whose best rate is gain(k).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_vericache.core import DraftState
-from sglang_vericache.scheduler.agreement import Agreement
+from sglang_vericache.scheduler.agreement import Agreement, Confidence
 from sglang_vericache.scheduler.cost_model import CostModel, Work
 
 # A request starts drafting at this gain and stops below 1: no flapping around break-even.
@@ -54,8 +59,18 @@ class DraftLength(ABC):
             batch: number of running requests, at least 1.
         """
 
-    def settle(self, rid: Hashable, drafted: int, accepted: int) -> None:  # noqa: B027
-        """Learn that ``accepted`` of ``drafted`` tokens agreed in the round that ends now."""
+    def extends(self, request: DraftState, batch: int) -> bool:
+        """Whether the round that began should draft one more token."""
+        return True
+
+    def settle(  # noqa: B027
+        self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
+    ) -> None:
+        """Learn that ``accepted`` of ``drafted`` tokens agreed in the round that ends now.
+
+        Args:
+            margins: of the drafts, as in ``DraftState``.
+        """
 
     def forget(self, rid: Hashable) -> None:  # noqa: B027
         """The request left; unknown ids are fine."""
@@ -79,6 +94,7 @@ class _Request:
     agreement: Agreement = field(default_factory=lambda: Agreement(REQUEST_MEMORY))
     drafting: bool = False
     price: float = 0.0
+    gain: float = 1.0
     credit: float = START_CREDIT
     probe_savings: float = 0.0
 
@@ -101,6 +117,7 @@ class AdaptiveLength(DraftLength):
         self._k_max = k_max
         self._cost = cost
         self._fleet = Agreement(FLEET_MEMORY)
+        self._confidence = Confidence(FLEET_MEMORY)
         self._requests: dict[Hashable, _Request] = {}
 
     def choose(self, request: DraftState, batch: int) -> Length:
@@ -112,9 +129,11 @@ class AdaptiveLength(DraftLength):
             int((state.credit + LOSS_SHARE) / state.price) if state.price > 0 else self._k_max
         )
         k_max = min(self._k_max, request.limit, affordable)
-        k, gain = best_length(self.agreement(request.rid), state.price, k_max)
-        state.drafting = k > 0 and gain >= (1.0 if state.drafting else START_GAIN)
+        p = self.agreement(request.rid)
+        k, state.gain = best_length(p, state.price, k_max)
+        state.drafting = k > 0 and state.gain >= (1.0 if state.drafting else START_GAIN)
         if state.drafting:
+            k = min(max(k, self._longest(p, state)), k_max)
             return Length(k - k // 4, k)
         probe = min(PROBE_DRAFTS, k_max)
         if probe and self._may_probe(state, probe):
@@ -122,12 +141,23 @@ class AdaptiveLength(DraftLength):
             return Length(probe, probe)
         return Length(0, 0)
 
-    def settle(self, rid: Hashable, drafted: int, accepted: int) -> None:
+    def extends(self, request: DraftState, batch: int) -> bool:
+        state = self._requests.get(request.rid)
+        if state is None or not state.drafting:  # a probe tests all its drafts
+            return True
+        prior = self._fleet.mean(INITIAL_AGREEMENT)
+        survival = math.prod(self._confidence.of(margin, prior) for margin in request.margins)
+        return survival * self.agreement(request.rid) >= state.gain * state.price
+
+    def settle(
+        self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
+    ) -> None:
         state = self._requests.get(rid)
         if state is None:
             return
         state.agreement.record(drafted, accepted)
         self._fleet.record(drafted, accepted)
+        self._confidence.record(margins, accepted)
         spent, tokens = 1.0 + drafted * state.price, accepted + 1
         state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
         if not state.drafting:
@@ -150,6 +180,16 @@ class AdaptiveLength(DraftLength):
         row = self._cost.marginal(Work.verify(2, request.context)) - plain
         draft = share + self._cost.marginal(Work.draft(request.view))
         return (draft + row) / (share + plain)
+
+    def _longest(self, p: float, state: _Request) -> int:
+        """Drafts after which even the most certain ones would not be extended."""
+        certain = self._confidence.best(self._fleet.mean(INITIAL_AGREEMENT))
+        if state.price <= 0 or certain >= 1.0:
+            return self._k_max
+        if certain <= 0 or p <= 0:
+            return 1
+        worth = min(state.gain * state.price / p, 1.0)
+        return int(math.log(worth) / math.log(certain)) + 1
 
     def _may_probe(self, state: _Request, drafts: int) -> bool:
         """Whether full agreement would pay at all and the savings cover a rejected probe."""

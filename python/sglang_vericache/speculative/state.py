@@ -32,12 +32,13 @@ class RequestState:
         unverified: commits what it reads from its view, token by token, as it is.
         queries: ``[L, n, HQ, D]`` chunks of the latest tokens' queries, for the next compression.
         view_length: tokens its filed view was chosen from; 0 when drafts read the full KV.
+        chosen_at: committed tokens when the view was chosen.
         view_kept: tokens the filed view lists, averaged over layers.
         has_view: whether a view was chosen, filed or found to be everything.
         rounds, view_drafted, view_accepted: verify passes since the view was chosen, their drafts,
             and how many of those were accepted.
         drafts: tokens drafted since the last verify pass.
-        unsure: the last draft was a close call, so verifying now is better than drafting on it.
+        margins: of those drafts, in logits; empty with a fixed draft length.
         drafted: tokens drafted in all finished rounds.
     """
 
@@ -49,13 +50,14 @@ class RequestState:
     unverified: bool = False
     queries: list[Tensor] = field(default_factory=list)
     view_length: int = 0
+    chosen_at: int = 0
     view_kept: float = 0.0
     has_view: bool = False
     rounds: int = 0
     view_drafted: int = 0
     view_accepted: int = 0
     drafts: list[int] = field(default_factory=list)
-    unsure: bool = False
+    margins: list[float] = field(default_factory=list)
     drafted: int = 0
 
     @property
@@ -85,7 +87,7 @@ class RequestState:
             view=self.draft_keys,
             drafted=len(self.drafts),
             limit=max(limit, 0),
-            stop=self.unsure,
+            margins=tuple(self.margins),
         )
 
     @property

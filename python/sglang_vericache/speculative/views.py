@@ -49,7 +49,7 @@ class ViewChooser:
         length = state.req.kv.kv_committed_len
         slots = self.req_to_token[state.row, :length]
         view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
-        state.has_view = True
+        state.has_view, state.chosen_at = True, length
         state.rounds = state.view_drafted = state.view_accepted = 0
         if state.dropper.per_head:
             self.store.widen(self.num_kv_heads)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Automatic refresh: after this many rounds, if fewer than this share of their drafts was accepted.
 REFRESH_ROUNDS, REFRESH_BELOW = 8, 0.5
-# Logit margin below which a draft counts as a close call.
-CLOSE_CALL = 0.3
 # Tokens generated since a view was chosen are all read; up to this many that is no reason to choose
 # anew.
 MIN_TAIL = 256
@@ -123,7 +121,7 @@ class VeriCacheWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Commit 0..k+1 tokens of each request through SGLang's own result path."""
         tokens = torch.zeros((len(step.states), self.slots), dtype=torch.int64)
-        unsure = self._unsure_rows(step, output.next_token_logits)
+        margins = self._margins(step, output.next_token_logits, settled.token_ids)
         queries = self.attention.take_queries()
         captured = 0
         for i, (state, action) in enumerate(zip(step.states, step.actions, strict=True)):
@@ -132,7 +130,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self.counters.kv_bytes_read += int(keys * self.chooser.bytes_per_key)
             if accepted == 0:
                 state.drafts.append(run[0])
-                state.unsure = i in unsure
+                if i in margins:
+                    state.margins.append(margins[i])
                 continue
             tokens[i, :accepted] = torch.tensor(run)
             if action is Action.DRAFT:  # unverified: its KV is not exact
@@ -156,28 +155,28 @@ class VeriCacheWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.slots,
         )
 
-    def _unsure_rows(self, step: RaggedPass, logits: torch.Tensor) -> set[int]:
-        """Drafting requests whose two best tokens lie close together; for adaptive lengths only.
+    def _margins(
+        self, step: RaggedPass, logits: torch.Tensor, token_ids: torch.Tensor
+    ) -> dict[int, float]:
+        """By drafting request, the logit of its new draft above the best other one.
 
         A draft whose runner-up is near is often rejected, and everything drafted after it with it.
+        Nobody asks with a fixed draft length.
         """
-        if self.config.draft_len is not None:
-            return set()
-        drafting = [i for i, s in enumerate(step.layout.verifying) if not s]
-        if not drafting:
-            return set()
+        drafting = [i for i, verifies in enumerate(step.layout.verifying) if not verifies]
+        if self.config.draft_len is not None or not drafting:
+            return {}
         rows = torch.tensor([step.layout.spans[i][0] for i in drafting], device=logits.device)
-        best = logits[rows].float()
-        top = best.max(dim=1, keepdim=True)
-        best.scatter_(1, top.indices, float("-inf"))
-        close = (top.values[:, 0] - best.amax(dim=1) < CLOSE_CALL).tolist()
-        return {i for i, is_close in zip(drafting, close, strict=True) if is_close}
+        others, drafts = logits[rows], token_ids[rows, None]
+        chosen = others.gather(1, drafts)
+        runner_up = others.scatter_(1, drafts, float("-inf")).amax(dim=1, keepdim=True)
+        return dict(zip(drafting, (chosen - runner_up)[:, 0].tolist(), strict=True))
 
     def _end_round(self, state: RequestState, drafted: int, accepted: int) -> None:
         """Count a verify pass; forget a view that has grown stale."""
-        self.planner.settle(state.req.rid, drafted, accepted)
+        self.planner.settle(state.req.rid, drafted, accepted, state.margins)
         self.counters.record_verify(drafted, accepted)
-        state.drafts, state.unsure = [], False
+        state.drafts, state.margins = [], []
         if drafted == 0:
             return
         state.drafted += drafted
@@ -190,8 +189,8 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _is_stale(self, state: RequestState) -> bool:
         """Whether a view should be chosen anew: it drafts poorly, or its tail has outgrown it."""
-        if state.committed - state.view_length > max(state.view_kept, MIN_TAIL):
-            return state.view_length > 0
+        if state.committed - state.chosen_at > max(state.view_kept, MIN_TAIL):
+            return True
         if not state.dropper.refreshable or self.config.refresh == 0:
             return False
         if self.config.refresh is not None:
