@@ -81,4 +81,5 @@ def _common(model: Path, dtype: str) -> tuple[str, ...]:
         *("--max-total-tokens", str(KV_TOKENS)),
         *("--max-running-requests", str(RUNNING_REQUESTS)),
         *("--chunked-prefill-size", str(CHUNKED_PREFILL)),
+        "--sleep-on-idle",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -12,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from _client import Stream, decode_rate, stream_all
+from _client import decode_rate, stream_all
 from _engines import Engine
-from servers import Server
+from servers import Memory, Server
 
-# A cell that took this long (a slow server) is not repeated.
-LONG_SECONDS = 60.0
+# A cell with a repetition that took this long (a slow server) is not repeated.
+LONG_SECONDS = 20.0
 # Of a warmed prompt the server may compute this many tokens again: vLLM caches blocks of 128.
 UNCACHED_TOKENS = 128
 
@@ -79,40 +80,51 @@ class Sweep:
     pss: int = 0
     peak_rss: int = 0
 
+    def note_memory(self, memory: Memory) -> None:
+        """Keep the highest values."""
+        self.pss = max(self.pss, memory.pss)
+        self.peak_rss = max(self.peak_rss, memory.peak_rss)
+
 
 def sweep(
-    engine: Engine,
+    engines: Sequence[Engine],
     cells: Sequence[Cell],
     prompts: dict[int, list[Prompt]],
     new_tokens: int,
     repeats: int,
-) -> Sweep:
-    """Start ``engine``, measure every cell, stop it.
+) -> dict[str, Sweep]:
+    """Start ``engines``, measure every cell on each of them in turn, stop them.
 
-    Per context length all prompts are sent once for one token, which measures prefill and fills
-    the prefix cache; then each batch size decodes the first prompts of them.
+    Only one of them works at a time. Repetitions go round, so that a machine whose speed drifts is
+    equally fast for all. Per context length all prompts are sent once for one token, which
+    measures prefill and fills the prefix cache; then each batch size decodes the first prompts.
+
+    Returns:
+        What was measured, by name of the engine.
 
     Raises:
         RuntimeError: a prompt was not in the prefix cache when decoding was measured.
-        servers.ServerFailed: the server did not start.
+        servers.ServerFailed: a server did not start.
     """
-    result = Sweep()
-    say(f"{engine.name}: starting")
-    with Server(engine.command, env=engine.env, name=engine.name) as server:
+    results = {engine.name: Sweep() for engine in engines}
+    with contextlib.ExitStack() as stack:
+        running: list[tuple[Engine, Server]] = []
+        for engine in engines:
+            say(f"{engine.name}: starting")
+            server = Server(engine.command, env=engine.env, name=engine.name)
+            running.append((engine, stack.enter_context(server)))
         for context, batches in _by_context(cells):
-            result.prefill[context] = _prefill(server.url, engine, prompts[context])
-            say(f"{engine.name} prefill {context}: {result.prefill[context]:.0f} tokens/s")
+            for engine, server in running:
+                rate = _prefill(server.url, engine, prompts[context])
+                results[engine.name].prefill[context] = rate
+                say(f"{engine.name} prefill {context}: {rate:.0f} tokens/s")
             for cell in batches:
-                measured = _measure(server.url, engine, cell, prompts, new_tokens, repeats)
-                result.cells[cell] = measured
-                rates = " ".join(f"{rate:.1f}" for rate in measured.rates)
-                accepted = acceptance(measured.counters)
-                note = "" if accepted is None else f", acceptance {accepted:.2f}"
-                say(f"{engine.name} {cell}: {rates} tokens/s{note}")
-            memory = server.memory()
-            result.pss = max(result.pss, memory.pss)
-            result.peak_rss = max(result.peak_rss, memory.peak_rss)
-    return result
+                _measure(
+                    running, cell, prompts[context][: cell.batch], new_tokens, repeats, results
+                )
+            for engine, server in running:
+                results[engine.name].note_memory(server.memory())
+    return results
 
 
 def counters(url: str) -> dict[str, int]:
@@ -152,27 +164,41 @@ def _prefill(url: str, engine: Engine, prompts: list[Prompt]) -> float:
 
 
 def _measure(
-    url: str,
-    engine: Engine,
+    running: Sequence[tuple[Engine, Server]],
     cell: Cell,
-    prompts: dict[int, list[Prompt]],
+    prompts: Sequence[Prompt],
     new_tokens: int,
     repeats: int,
-) -> Measured:
-    before = counters(url) if engine.api == "sglang" else {}
-    started = time.perf_counter()
-    runs: list[list[Stream]] = []
-    while len(runs) < repeats and (not runs or time.perf_counter() - started < LONG_SECONDS):
-        streams = stream_all(url, engine.api, prompts[cell.context][: cell.batch], new_tokens)
-        if any(stream.cached < cell.context - UNCACHED_TOKENS for stream in streams):
-            cached = min(stream.cached for stream in streams)
-            raise RuntimeError(f"{engine.name} {cell}: only {cached} prompt tokens were cached")
-        if runs and [s.ids for s in streams] != [s.ids for s in runs[0]]:
-            say(f"{engine.name} {cell}: repetitions differ in their token ids")
-        runs.append(streams)
-    after = counters(url) if engine.api == "sglang" else {}
-    return Measured(
-        rates=[decode_rate(streams) for streams in runs],
-        ids=[stream.ids for stream in runs[0]],
-        counters={name: after[name] - before.get(name, 0) for name in after},
-    )
+    results: dict[str, Sweep],
+) -> None:
+    for engine, server in running:
+        results[engine.name].cells[cell] = Measured([], [], _counters(engine, server))
+    spent = 0.0
+    for repeat in range(repeats):
+        for engine, server in running:
+            measured = results[engine.name].cells[cell]
+            started = time.perf_counter()
+            streams = stream_all(server.url, engine.api, prompts, new_tokens)
+            spent = max(spent, time.perf_counter() - started)
+            if any(stream.cached < cell.context - UNCACHED_TOKENS for stream in streams):
+                cached = min(stream.cached for stream in streams)
+                raise RuntimeError(f"{engine.name} {cell}: only {cached} prompt tokens were cached")
+            ids = [stream.ids for stream in streams]
+            if repeat and ids != measured.ids:
+                say(f"{engine.name} {cell}: repetitions differ in their token ids")
+            measured.ids = measured.ids or ids
+            measured.rates.append(decode_rate(streams))
+        if spent > LONG_SECONDS:
+            break
+    for engine, server in running:
+        measured = results[engine.name].cells[cell]
+        after = _counters(engine, server)
+        measured.counters = {n: after[n] - measured.counters.get(n, 0) for n in after}
+        rates = " ".join(f"{rate:.1f}" for rate in measured.rates)
+        accepted = acceptance(measured.counters)
+        note = "" if accepted is None else f", acceptance {accepted:.2f}"
+        say(f"{engine.name} {cell}: {rates} tokens/s{note}")
+
+
+def _counters(engine: Engine, server: Server) -> dict[str, int]:
+    return counters(server.url) if engine.api == "sglang" else {}

@@ -1,8 +1,9 @@
 """Decode throughput of stock SGLang, VeriCache off and VeriCache on (and of vLLM with --peer).
 
-The servers run one after another with the same prompts: real text, distinct, of exact length,
-in the prefix cache before decoding is measured. The rate of a cell is defined in
-``_client.decode_rate``. Prints one table and, as the last line, the figures as JSON.
+The servers run one after another, off and on in turns (``_sweep.sweep``), with the same prompts:
+real text, distinct, of exact length, in the prefix cache before decoding is measured. The rate of a
+cell is defined in ``_client.decode_rate``. Prints one table and, as the last line, the figures as
+JSON.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def main() -> None:
         for context in sorted({cell.context for cell in args.cells})
     }
     sweeps = {
-        engine.name: sweep(engine, args.cells, prompts, args.new_tokens, args.repeats)
-        for engine in _engines(args, model)
+        name: result
+        for group in _engines(args, model)
+        for name, result in sweep(group, args.cells, prompts, args.new_tokens, args.repeats).items()
     }
     cells = {str(cell): _row(cell, sweeps) for cell in args.cells}
     _print_table(cells, list(sweeps))
@@ -75,21 +77,22 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
+def _engines(args: argparse.Namespace, model: Path) -> list[list[Engine]]:
+    """Groups of servers that are alive together."""
     drafting = (
         *("--vericache-compressor", args.compressor, "--vericache-ratio", args.ratio),
         *("--vericache-draft-len", args.draft_len),
     )
-    engines = []
+    others, ours = [], []
     if not args.skip_stock:
-        engines.append(stock(model, args.dtype))
+        others.append([stock(model, args.dtype)])
     if args.peer:
-        engines.append(vllm_cpu(args.peer, model, args.dtype))
+        others.append([vllm_cpu(args.peer, model, args.dtype)])
     if not args.skip_off:
-        engines.append(vericache("off", model, args.dtype))
+        ours.append(vericache("off", model, args.dtype))
     if not args.skip_on:
-        engines.append(vericache("on", model, args.dtype, drafting))
-    return engines
+        ours.append(vericache("on", model, args.dtype, drafting))
+    return [*others, ours]
 
 
 def _row(cell: Cell, sweeps: dict[str, Sweep]) -> dict[str, Any]:

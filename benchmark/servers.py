@@ -116,14 +116,14 @@ class Server:
             self.stop()
             raise
 
-    def stop(self) -> None:
-        """End the whole group: SIGTERM, and SIGKILL for what is left after a while."""
+    def stop(self, grace: float = STOP_SECONDS) -> None:
+        """End the whole group: SIGTERM, and SIGKILL for what is left after ``grace`` seconds."""
         if self._process is None:
             return
         group, self._process = self._process, None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group.pid, signal.SIGTERM)
-            deadline = time.monotonic() + STOP_SECONDS
+            deadline = time.monotonic() + grace
             while time.monotonic() < deadline:
                 group.poll()
                 os.killpg(group.pid, 0)

@@ -51,5 +51,7 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
         for field, value in open_fields.items():
             if getattr(server_args, field) is None:
                 setattr(server_args, field, value)
+        # Polling while idle would take a core from the model's other processes.
+        server_args.sleep_on_idle = True
     else:
         server_args.disable_cuda_graph = True

@@ -1,8 +1,10 @@
-// Attention probabilities summed over rows: max and sum of every query first, split by split, then
-// the scores once more. Both passes use the dot products of attention.cpp; each thread takes whole
-// splits, so the result does not depend on their number.
+// Attention probabilities summed over rows: split by split the probabilities of every query relative
+// to the split's own max, with the dot products of attention.cpp; then, with the max and sum of all
+// splits known, their weighted sums. Each thread takes whole splits, so the result does not depend on
+// their number.
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "attention.h"
@@ -21,12 +23,17 @@ struct Scoring {
   float scale_log2;
   std::vector<float> queries;  // words, [kv_heads][rows * gqa][depth]: query i is row i / gqa
   std::vector<float> states;   // [splits][kv_heads][rows * gqa][2]: max, sum
+  std::vector<float> totals;   // [kv_heads][rows * gqa][2]: of all splits
+  float* probs;                // [splits][kv_heads][rows * gqa][kSplit]: exp2(score - split's max)
   float* out;                  // [heads, keys]
 
   int splits() const { return ceil_div(keys, kSplit); }
   int head_queries() const { return rows * gqa; }
+  int64_t index(int64_t split, int64_t kv_head, int64_t query) const {
+    return (split * kv_heads + kv_head) * head_queries() + query;
+  }
   float* state(int64_t split, int64_t kv_head, int64_t query) {
-    return states.data() + 2 * ((split * kv_heads + kv_head) * head_queries() + query);
+    return states.data() + 2 * index(split, kv_head, query);
   }
   // Keys of a split that a query sees.
   int seen(int split, int query) const {
@@ -60,6 +67,25 @@ void for_each_query(const Scoring& p, int split, int kv_head, const Use& use) {
   }
 }
 
+// Raw dot products -> probabilities relative to their max (zero behind `seen`, up to a whole block),
+// with max and sum in state[0] and state[1].
+void softmax_scores(float* scores, int seen, float scale_log2, float* probs, float* state) {
+  const int blocks = ceil_div(seen, kLanes);
+  const Vec scale = splat(scale_log2);
+  std::fill(scores + seen, scores + blocks * kLanes, -std::numeric_limits<float>::infinity());
+  Vec highest = load16(scores);
+  for (int b = 1; b < blocks; ++b) highest = max(load16(scores + b * kLanes), highest);
+  const float top = reduce_max(highest) * scale_log2;
+  Vec total = {};
+  for (int b = 0; b < blocks; ++b) {
+    const Vec p = exp2(load16(scores + b * kLanes) * scale - splat(top));
+    total = total + p;
+    store16(probs + b * kLanes, p);
+  }
+  state[0] = top;
+  state[1] = reduce_sum(total);
+}
+
 template <class T>
 void score_all(Scoring& p, const at::Tensor& q) {
   const int64_t depth = p.head_dim / Words<T>::kPair;
@@ -75,39 +101,45 @@ void score_all(Scoring& p, const at::Tensor& q) {
   }
   p.states.resize(int64_t{p.splits()} * p.heads * p.rows * 2);
 
+  // Kept between calls: fresh pages would cost more than the arithmetic.
+  static thread_local std::vector<float> probs;
+  probs.resize(std::max<size_t>(probs.size(), p.index(p.splits(), 0, 0) * kSplit));
+  p.probs = probs.data();
+
   parallel_for(p.splits(), [&](int64_t split) {
-    uint32_t probs[kSplit];
     for (int head = 0; head < p.kv_heads; ++head) {
       for_each_query<T>(p, split, head, [&](int query, float* scores) {
         const int seen = p.seen(split, query);
-        const int blocks = ceil_div(seen, kLanes);
         if (seen > 0) {
-          softmax_split<T>(scores, seen, blocks, p.scale_log2, probs, p.state(split, head, query));
+          float* probs = p.probs + p.index(split, head, query) * kSplit;
+          softmax_scores(scores, seen, p.scale_log2, probs, p.state(split, head, query));
         }
       });
     }
   });
-  parallel_for(int64_t{p.kv_heads} * p.head_queries(), [&](int64_t i) {
+  const int64_t queries = int64_t{p.kv_heads} * p.head_queries();
+  p.totals.assign(p.states.begin(), p.states.begin() + 2 * queries);
+  for (int64_t i = 0; i < queries; ++i) {
     const int head = i / p.head_queries(), query = i % p.head_queries();
     for (int s = 1; s < p.splits() && p.seen(s, query) > 0; ++s) {
-      merge_softmax(p.state(0, head, query), p.state(s, head, query));
+      merge_softmax(p.totals.data() + 2 * i, p.state(s, head, query));
     }
-  });
+  }
   parallel_for(p.splits(), [&](int64_t split) {
     std::vector<float> sums(p.gqa * kSplit);
     for (int head = 0; head < p.kv_heads; ++head) {
       std::fill(sums.begin(), sums.end(), 0.0f);
-      for_each_query<T>(p, split, head, [&](int query, float* scores) {
-        const float* state = p.state(0, head, query);
-        const Vec scale = splat(p.scale_log2), top = splat(state[0]);
-        const Vec inverse = splat(1.0f / state[1]);
+      for (int query = 0; query < p.head_queries(); ++query) {
         const int seen = p.seen(split, query);
+        if (seen == 0) continue;
+        const float* total = p.totals.data() + 2 * p.index(0, head, query);
+        const float* probs = p.probs + p.index(split, head, query) * kSplit;
+        const Vec weight = splat(std::exp2(p.state(split, head, query)[0] - total[0]) / total[1]);
         float* sum = sums.data() + query % p.gqa * kSplit;
         for (int at = 0; at < seen; at += kLanes) {
-          const Vec p = exp2(load16(scores + at) * scale - top) * inverse;
-          store_n(sum + at, load16(sum + at) + p, seen - at);
+          store16(sum + at, load16(sum + at) + load16(probs + at) * weight);
         }
-      });
+      }
       const int count = std::min(kSplit, p.keys - static_cast<int>(split) * kSplit);
       for (int64_t g = 0; g < p.gqa; ++g) {
         std::copy_n(

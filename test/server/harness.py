@@ -50,7 +50,7 @@ class ServerSpec:
         command = [sys.executable, "-m", module, "--model-path", str(ensure_embedded_model())]
         if "--max-total-tokens" not in self.flags:
             command += ["--max-total-tokens", POOL_TOKENS]
-        return [*command, "--sleep-on-idle", *self.flags]
+        return [*command, *self.flags]
 
     def start(self, extra_env: Mapping[str, str]) -> LiveServer:
         """Start it and wait until it answers.

@@ -12,6 +12,8 @@ from servers import ServerFailed
 LIMIT = "VERICACHE_TEST_SERVERS"
 # Variables for every server, as "NAME=VALUE NAME=VALUE", e.g. SGLang's fault injectors.
 EXTRA_ENV = "VERICACHE_TEST_SERVER_ENV"
+# An idle server has nothing to finish; SGLang's own orderly end takes 15 s.
+GRACE_SECONDS = 1.0
 
 
 class ServerPool:
@@ -50,7 +52,7 @@ class ServerPool:
     def stop(self, spec: ServerSpec) -> None:
         """End a server and everything it spawned."""
         process = self._alive.pop(spec).process
-        process.stop()
+        process.stop(GRACE_SECONDS)
         process.log.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -122,7 +122,9 @@ def settle(
     """
     reqs, info = batch.reqs, batch.sampling_info
     index, host_index = layout.req_index, layout.host_req_index
-    params = sampler.row_params(info).take(index, host_index)
+    params = sampler.row_params(info)
+    if len(host_index) != len(reqs):  # else one row each, in the order of the requests
+        params = params.take(index, host_index)
 
     apply_penalties(logits, layout, reqs)
     limits = mask_rows(logits, layout, reqs)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 # Proportions between the coefficients before anything was measured, in the order of the formula;
 # their common scale follows the measured times. Roughly a 135M-parameter model on two CPU cores,
-# with drafting rows priced low: too low is corrected by the first drafts, too high would never be.
-PRIOR = (1e-2, 5e-4, 1e-6, 1e-3, 1e-6, 1e-6)
+# with drafting and further verify rows priced low: too low is corrected by the first drafts, too
+# high would never be.
+PRIOR = (1e-2, 5e-4, 1e-6, 1e-3, 1.4e-6, 2e-7)
 PRIOR_WEIGHT = 0.05
 SCALE_RATE = 0.1
 FORGETTING = 0.998

@@ -32,12 +32,12 @@ START_GAIN = 1.05
 # Below the promised 5 %, since the predicted costs are off by a few per cent themselves.
 LOSS_SHARE = 0.02
 START_CREDIT, MAX_CREDIT = 4.0, 16.0
-# Drafts of a probe, and the share of plain time spent on probing requests that do not draft.
+# Drafts of a probe, and the share of all plain time spent on probing requests that do not draft.
 PROBE_DRAFTS = 2
 PROBE_SHARE = 0.01
 REQUEST_MEMORY, FLEET_MEMORY = 24.0, 512.0
 # Agreement assumed before the first verify pass of the server.
-INITIAL_AGREEMENT = 0.8
+INITIAL_AGREEMENT = 0.9
 
 
 class Length(NamedTuple):
@@ -96,7 +96,7 @@ class _Request:
     price: float = 0.0
     gain: float = 1.0
     credit: float = START_CREDIT
-    probe_savings: float = 0.0
+    probe_held: bool = False
 
 
 class AdaptiveLength(DraftLength):
@@ -105,8 +105,8 @@ class AdaptiveLength(DraftLength):
     In the cost model's own terms, no request ever takes longer than ``1 + LOSS_SHARE`` times plain
     decoding plus ``START_CREDIT`` plain steps: a round may start only if the request's credit
     covers its loss should every draft be rejected. A request that does not draft is probed with
-    ``PROBE_DRAFTS`` drafts whenever ``PROBE_SHARE`` of its plain time has paid for that, and again
-    at once after a probe that was accepted whole.
+    ``PROBE_DRAFTS`` drafts whenever ``PROBE_SHARE`` of the plain time of all requests has paid for
+    that, and again at once after a probe that was accepted whole.
 
     Args:
         k_max: largest draft length.
@@ -118,6 +118,7 @@ class AdaptiveLength(DraftLength):
         self._cost = cost
         self._fleet = Agreement(FLEET_MEMORY)
         self._confidence = Confidence(FLEET_MEMORY)
+        self._probe_savings = 0.0
         self._requests: dict[Hashable, _Request] = {}
 
     def choose(self, request: DraftState, batch: int) -> Length:
@@ -137,7 +138,7 @@ class AdaptiveLength(DraftLength):
             return Length(k - k // 4, k)
         probe = min(PROBE_DRAFTS, k_max)
         if probe and self._may_probe(state, probe):
-            state.probe_savings = 0.0
+            self._probe_savings -= 0.0 if state.probe_held else probe * state.price
             return Length(probe, probe)
         return Length(0, 0)
 
@@ -161,8 +162,8 @@ class AdaptiveLength(DraftLength):
         spent, tokens = 1.0 + drafted * state.price, accepted + 1
         state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
         if not state.drafting:
-            probe_held = 0 < drafted == accepted
-            state.probe_savings += math.inf if probe_held else PROBE_SHARE
+            state.probe_held = 0 < drafted == accepted
+            self._probe_savings = min(self._probe_savings + PROBE_SHARE, MAX_CREDIT)
 
     def forget(self, rid: Hashable) -> None:
         self._requests.pop(rid, None)
@@ -194,7 +195,8 @@ class AdaptiveLength(DraftLength):
     def _may_probe(self, state: _Request, drafts: int) -> bool:
         """Whether full agreement would pay at all and the savings cover a rejected probe."""
         _, most = best_length(1.0, state.price, self._k_max)
-        return most >= START_GAIN and state.probe_savings >= drafts * state.price
+        paid = state.probe_held or self._probe_savings >= drafts * state.price
+        return most >= START_GAIN and paid
 
 
 def best_length(p: float, price: float, k_max: int) -> tuple[int, float]:

@@ -120,7 +120,7 @@ class VeriCacheWorker(BaseSpecWorker):
         settled: Settled,
     ) -> GenerationBatchResult:
         """Commit 0..k+1 tokens of each request through SGLang's own result path."""
-        tokens = torch.zeros((len(step.states), self.slots), dtype=torch.int64)
+        committed = [[0] * self.slots for _ in step.states]
         margins = self._margins(step, output.next_token_logits, settled.token_ids)
         queries = self.attention.take_queries()
         captured = 0
@@ -133,7 +133,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 if i in margins:
                     state.margins.append(margins[i])
                 continue
-            tokens[i, :accepted] = torch.tensor(run)
+            committed[i][:accepted] = run
             if action is Action.DRAFT:  # unverified: its KV is not exact
                 state.req.skip_radix_cache_insert = True
                 continue
@@ -148,7 +148,7 @@ class VeriCacheWorker(BaseSpecWorker):
         accept_len = torch.tensor(settled.accept_len, dtype=torch.int32)
         return GenerationBatchResult(
             logits_output=output,
-            next_token_ids=tokens.view(-1),
+            next_token_ids=torch.tensor(committed).view(-1),
             accept_lens=accept_len,
             new_seq_lens=batch.seq_lens + accept_len.to(batch.seq_lens.device),
             next_draft_input=RaggedInput(self.slots),
