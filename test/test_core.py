@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sglang_vericache.core import Counters, Draft, Verdict
+from sglang_vericache.core import Counters
 
 
 def test_counters_by_position():
@@ -21,12 +21,6 @@ def test_counters_by_position():
 def test_counters_refuse_more_accepted_than_drafted():
     with pytest.raises(AssertionError):
         Counters().record_verify(1, 2)
-
-
-def test_draft_and_verdict():
-    draft = Draft().extended(5).extended(7)
-    assert (draft.tokens, draft.k) == ((5, 7), 2)
-    assert Verdict(accepted=2, next_token=9).committed == 3
 
 
 @pytest.mark.parametrize(

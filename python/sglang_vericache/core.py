@@ -112,40 +112,6 @@ class DraftView:
                 assert bool((positions[:, 1:] > positions[:, :-1]).all())
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Tokens proposed for one request since its last verify pass."""
-
-    tokens: tuple[int, ...] = ()
-
-    @property
-    def k(self) -> int:
-        return len(self.tokens)
-
-    def extended(self, token: int) -> Draft:
-        return Draft((*self.tokens, token))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Outcome of verifying one draft of ``k`` tokens.
-
-    Attributes:
-        accepted: length of the agreeing prefix, 0..k.
-        next_token: the target's own token after that prefix (correction or bonus).
-        logprobs: of the ``accepted + 1`` committed tokens, empty unless asked for.
-    """
-
-    accepted: int
-    next_token: int
-    logprobs: Sequence[float] = ()
-
-    @property
-    def committed(self) -> int:
-        """Number of tokens this pass commits."""
-        return self.accepted + 1
-
-
 @dataclass
 class Counters:
     """What drafting and verifying did so far.

@@ -5,13 +5,12 @@
 // own query and list only. What a call chooses freely (queries of a tile, splits of a work item,
 // who merges) never changes an arithmetic order. sgl_kernel_ext/reference/attention.py has the
 // semantics.
-#include "attention.h"
+#include <ATen/ops/empty.h>
 
 #include <cmath>
-#include <optional>
 
 #include "attention_plan.h"
-#include "ops.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace sgl_ext {
@@ -259,22 +258,15 @@ int64_t read_index(const at::Tensor& t, int64_t i) {
                                      : t.const_data_ptr<int64_t>()[i * t.stride(0)];
 }
 
-at::Tensor ragged_attention(
-    const at::Tensor& q,
-    const at::Tensor& k_pool,
-    const at::Tensor& v_pool,
-    const at::Tensor& req_to_token,
-    const at::Tensor& q_indptr,
-    const at::Tensor& req_row,
-    const at::Tensor& tail_start,
-    const at::Tensor& tail_end,
-    double scale,
-    const std::optional<at::Tensor>& view_indices,
-    const std::optional<at::Tensor>& view_start,
-    const std::optional<at::Tensor>& view_len,
-    const std::optional<at::Tensor>& out,
-    const std::optional<at::Tensor>& lse) {
-  at::Tensor result = out ? *out : at::empty(q.sizes(), q.options());
+}  // namespace
+
+Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
+                        const Tensor& req_to_token, const Tensor& q_indptr, const Tensor& req_row,
+                        const Tensor& tail_start, const Tensor& tail_end, double scale,
+                        const MaybeTensor& view_indices, const MaybeTensor& view_start,
+                        const MaybeTensor& view_len, const MaybeTensor& out,
+                        const MaybeTensor& lse) {
+  Tensor result = out ? *out : at::empty(q.sizes(), q.options());
   Problem p{};
   p.q = q.const_data_ptr();
   p.q_row_stride = q.stride(0);
@@ -329,27 +321,17 @@ at::Tensor ragged_attention(
     }
   }
   p.plan_items(at::get_num_threads());
-  {
-    pybind11::gil_scoped_release release;
-    if (q.scalar_type() == at::kFloat) {
-      attend_all<float>(p);
-    } else if (q.scalar_type() == at::kHalf) {
-      attend_all<c10::Half>(p);
-    } else {
-      attend_all<c10::BFloat16>(p);
-    }
+  if (q.scalar_type() == at::kFloat) {
+    attend_all<float>(p);
+  } else if (q.scalar_type() == at::kHalf) {
+    attend_all<c10::Half>(p);
+  } else {
+    attend_all<c10::BFloat16>(p);
   }
   TORCH_CHECK_INDEX(
       !p.bad_slot, "req_to_token or view_indices: a slot is outside the pool of ", p.k.slots,
       " slots");
   return result;
-}
-
-}  // namespace
-
-void bind_attention(pybind11::module_& m) {
-  m.def("ragged_attention", &ragged_attention);
-  m.def("key_scores", &key_scores);
 }
 
 }  // namespace sgl_ext

@@ -1,4 +1,4 @@
-// The linear and fused ops; semantics in sgl_kernel_ext/linear.py and fused.py.
+// The ops; semantics in sgl_kernel_ext/attention.py, linear.py and fused.py.
 // Tensor.h only: ATen.h and pybind11 headers take longer to compile than the kernels.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -9,6 +9,18 @@ namespace sgl_ext {
 
 using at::Tensor;
 using MaybeTensor = std::optional<at::Tensor>;
+
+// attention.cpp
+Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
+                        const Tensor& req_to_token, const Tensor& q_indptr, const Tensor& req_row,
+                        const Tensor& tail_start, const Tensor& tail_end, double scale,
+                        const MaybeTensor& view_indices, const MaybeTensor& view_start,
+                        const MaybeTensor& view_len, const MaybeTensor& out,
+                        const MaybeTensor& lse);
+
+// key_scores.cpp
+Tensor key_scores(const Tensor& q, const Tensor& k_pool, const Tensor& slots, double scale,
+                  bool causal);
 
 // linear.cpp
 Tensor pack_weight(const Tensor& weight);

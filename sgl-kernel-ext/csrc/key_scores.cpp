@@ -2,14 +2,14 @@
 // to the split's own max, with the dot products of attention.cpp; then, with the max and sum of all
 // splits known, their weighted sums. Each thread takes whole splits, so the result does not depend on
 // their number.
-#include <atomic>
+#include <ATen/ops/empty.h>
+
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "attention.h"
 #include "attention_split.h"
-#include "ops.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace sgl_ext {
@@ -152,12 +152,8 @@ void score_all(Scoring& p, const at::Tensor& q) {
 
 }  // namespace
 
-at::Tensor key_scores(
-    const at::Tensor& q,
-    const at::Tensor& k_pool,
-    const at::Tensor& slots,
-    double scale,
-    bool causal) {
+Tensor key_scores(const Tensor& q, const Tensor& k_pool, const Tensor& slots, double scale,
+                  bool causal) {
   Scoring p{};
   p.k = kv_pool(k_pool);
   p.slots = slots.const_data_ptr<int32_t>();
@@ -172,9 +168,8 @@ at::Tensor key_scores(
   TORCH_CHECK_INDEX(
       all_below(p.slots, p.keys, p.k.slots), "slots: a slot is outside the pool of ", p.k.slots,
       " slots");
-  at::Tensor out = at::empty({p.heads, p.keys}, q.options().dtype(at::kFloat));
+  Tensor out = at::empty({p.heads, p.keys}, q.options().dtype(at::kFloat));
   p.out = out.mutable_data_ptr<float>();
-  pybind11::gil_scoped_release release;
   if (q.scalar_type() == at::kFloat) {
     score_all<float>(p, q);
   } else if (q.scalar_type() == at::kHalf) {

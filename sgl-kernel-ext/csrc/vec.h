@@ -149,9 +149,10 @@ SGL_INLINE Vec exp2(Vec x) {
 #endif
 }
 
+// Part by part: GCC 12 copies a whole Vec of several parts through memory.
 SGL_INLINE Vec load16(const float* p) {
   Vec r;
-  std::memcpy(&r, p, sizeof(r));
+  SGL_FOR_PARTS std::memcpy(&r.part[i], p + i * kNativeLanes, sizeof(r.part[i]));
   return r;
 }
 
@@ -177,7 +178,9 @@ SGL_INLINE Vec load16(const c10::Half* p) {
   return r;
 }
 
-SGL_INLINE void store16(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+SGL_INLINE void store16(float* p, Vec v) {
+  SGL_FOR_PARTS std::memcpy(p + i * kNativeLanes, &v.part[i], sizeof(v.part[i]));
+}
 
 // Round to nearest even, denormals kept, NaN made quiet: the bits of torch's conversion.
 SGL_INLINE void store16(c10::BFloat16* p, Vec v) {

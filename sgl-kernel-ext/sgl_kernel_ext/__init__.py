@@ -7,6 +7,7 @@ references define what each op means.
 
 from sgl_kernel_ext._loader import active
 from sgl_kernel_ext.attention import key_scores, ragged_attention
+from sgl_kernel_ext.decoder import Decoder, DecoderLayer, DecoderRows, DecoderShape
 from sgl_kernel_ext.fused import (
     argmax_rows,
     fused_add_rmsnorm,
@@ -20,6 +21,10 @@ from sgl_kernel_ext.fused import (
 from sgl_kernel_ext.linear import PackedWeight, linear, pack_weight
 
 __all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "DecoderRows",
+    "DecoderShape",
     "PackedWeight",
     "active",
     "argmax_rows",

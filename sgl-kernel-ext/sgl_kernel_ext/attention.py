@@ -75,20 +75,19 @@ def ragged_attention(
             also, rows or columns out of range.
         IndexError: on CPU, a listed slot is outside the pool.
     """
-    _check_attention(q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end)
-    if view_indices is not None or view_start is not None or view_len is not None:
-        _check_view(q, k_pool.shape[1], len(req_row), view_indices, view_start, view_len)
+    args = (q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end)
+    check_rows(*args, view_indices, view_start, view_len)
     if out is not None:
         _check_floats("out", out, q, q.shape)
     if lse is not None:
         if lse.dtype != torch.float32:
             raise TypeError(f"lse: expected torch.float32, got {lse.dtype}")
         _check_layout("lse", lse, q, q.shape[:2])
-    args = (q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end, scale)
     if q.is_cpu and (module := cpu_module()) is not None:
-        return module.ragged_attention(*args, view_indices, view_start, view_len, out, lse)
+        return module.ragged_attention(*args, scale, view_indices, view_start, view_len, out, lse)
     return _implementation(q).ragged_attention(
         *args,
+        scale,
         view_indices=view_indices,
         view_start=view_start,
         view_len=view_len,
@@ -138,7 +137,20 @@ def _implementation(q: Tensor) -> ModuleType:
     return reference
 
 
-def _check_attention(q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end):
+def check_rows(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    q_indptr: Tensor,
+    req_row: Tensor,
+    tail_start: Tensor,
+    tail_end: Tensor,
+    view_indices: Tensor | None,
+    view_start: Tensor | None,
+    view_len: Tensor | None,
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless :func:`ragged_attention` takes these."""
     _check_queries(q)
     _check_pool("k_pool", k_pool, q)
     _check_pool("v_pool", v_pool, q)
@@ -159,6 +171,8 @@ def _check_attention(q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_st
             raise ValueError(
                 f"{name}: expected {length} entries for {groups} groups, got {len(tensor)}"
             )
+    if view_indices is not None or view_start is not None or view_len is not None:
+        _check_view(q, k_pool.shape[1], groups, view_indices, view_start, view_len)
 
 
 def _check_view(q, kv_heads, groups, indices, start, length):

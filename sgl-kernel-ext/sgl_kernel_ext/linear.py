@@ -45,6 +45,12 @@ class PackedWeight:
         """Bytes held, padding to whole blocks included."""
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    def overwrite(self, weight: Tensor) -> None:
+        """Pack another weight ``[n, k]`` of the same dtype in place."""
+        packed = pack_weight(weight).data
+        if packed.data_ptr() != self.data.data_ptr():
+            self.data.copy_(packed)
+
     def unpack(self) -> Tensor:
         """The weight ``[n, k]`` that was packed."""
         if not self.tiled:

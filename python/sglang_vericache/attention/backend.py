@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
 from torch import Tensor
 
-from sgl_kernel_ext import ragged_attention, store_kv
+from sgl_kernel_ext import DecoderRows, ragged_attention, store_kv
 from sglang_vericache.attention.rows import Rows, full_rows, last_rows
 
 if TYPE_CHECKING:
@@ -50,6 +50,27 @@ class VeriCacheAttentionBackend(AttentionBackend):
             captured = last_rows(forward_batch.extend_seq_lens_cpu, self.query_window)
             rows = replace(rows, captured=captured.to(rows.tail_end.device))
         self.rows = rows
+
+    def decoder_rows(self) -> DecoderRows:
+        """The rows of this pass for ``sgl_kernel_ext.Decoder``."""
+        rows = self.rows
+        assert rows is not None
+        views = rows.views
+        return DecoderRows(
+            req_to_token=self.req_to_token,
+            q_indptr=rows.q_indptr,
+            req_row=rows.req_row,
+            tail_start=rows.tail_start,
+            tail_end=rows.tail_end,
+            view_indices=None if views is None else views.indices,
+            view_start=None if views is None else views.start,
+            view_len=None if views is None else views.length,
+            captured=rows.captured,
+        )
+
+    def keep_queries(self, queries: list[Tensor]) -> None:
+        """Keep captured queries, ``[n, HQ, D]`` for each layer, for ``take_queries``."""
+        self._queries = queries
 
     def take_queries(self) -> Tensor | None:
         """Captured queries of the last pass, ``[L, rows, HQ, D]``, or None; forgets them."""

@@ -33,18 +33,12 @@ class RowInvariantLinear(LinearMethodBase):
     """Linear method over a packed copy of the weight; a row's result ignores the other rows."""
 
     def __init__(self, weight: Tensor):
-        self._pack(weight)
-
-    def _pack(self, weight: Tensor) -> None:
         self.packed = pack_weight(weight.data)
-        self.version = weight._version
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("installed after loading")
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if layer.weight._version != self.version:  # weights were updated in place
-            self._pack(layer.weight)
         if x.ndim == 2:
             return linear(x, self.packed, bias)
         out = linear(x.reshape(-1, x.shape[-1]), self.packed, bias)
@@ -83,6 +77,15 @@ def _rotary(module: RotaryEmbedding) -> Callable[..., Any]:
         return query, key
 
     return forward
+
+
+def refresh(model: nn.Module) -> None:
+    """Pack all weights again, after they were updated in place."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(method, RowInvariantLinear):
+            weight: Any = module.weight
+            method.packed.overwrite(weight.data)
 
 
 def install(model: nn.Module) -> dict[str, int]:

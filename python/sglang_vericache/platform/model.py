@@ -28,6 +28,13 @@ def after_load(result: None, self: ModelRunner) -> None:
         llama.install(self.model, lambda: self.attn_backend)
 
 
+def after_update(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights were updated in place, or rolled back: bring the packed copies along."""
+    from sglang_vericache.platform import layers
+
+    layers.refresh(self.get_model())
+
+
 def refuse_unsupported(runner: ModelRunner) -> None:
     """Raise ``ValueError`` for models in which something other than attention mixes rows."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -44,6 +51,17 @@ def refuse_unsupported(runner: ModelRunner) -> None:
             )
 
 
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_UPDATE_REASON = "layers are not told that their weights have changed"
+_UPDATES = {
+    "update_weights_from_disk": (
+        *("self", "model_path", "load_format", "weight_name_filter", "recapture_cuda_graph"),
+    ),
+    "load_weights_from_distributed": ("self", "named_tensors"),
+    "update_weights_from_tensor": ("self", "named_tensors", "load_format"),
+    "update_weights_from_ipc": ("self", "recv_req"),
+}
+
 HOOKS: tuple[Any, ...] = (
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
@@ -51,5 +69,9 @@ HOOKS: tuple[Any, ...] = (
         "after",
         after_load,
         "stock linear layers on a CPU depend on the number of rows",
+    ),
+    *(
+        Hook(f"{_UPDATER}.{name}", parameters, "after", after_update, _UPDATE_REASON)
+        for name, parameters in _UPDATES.items()
     ),
 )
