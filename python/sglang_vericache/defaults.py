@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 # On a CPU the stock defaults take a share of all memory for the KV pool and size tables for 4,096
 # requests.
-CPU_MAX_TOTAL_TOKENS = 106_496
+CPU_MAX_TOTAL_TOKENS = 98_304
 CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL = 2048
 

@@ -20,6 +20,8 @@ _FLAGS = (
 SERVING = ServerSpec((*_FLAGS, "--enable-custom-logit-processor", "--tool-call-parser", "qwen25"))
 # Every chunk holds what is new only, and thoughts are told from the answer.
 INCREMENTAL = ServerSpec((*_FLAGS, "--incremental-streaming-output", "--reasoning-parser", "qwen3"))
+# Sessions that keep their KV between turns; a request for too many tokens is cut.
+SESSIONS = ServerSpec((*_FLAGS, "--enable-streaming-session", "--allow-auto-truncate"))
 EOS = 2
 CHAT_EOS = "<|im_end|>"
 

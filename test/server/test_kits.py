@@ -28,9 +28,11 @@ from sglang.test.kits.spec_server_kits import (
     SpecPenaltyKit,
     _greedy,
 )
+from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
+from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from server.serving import SERVING
+from server.serving import SERVING, SESSIONS
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 pytestmark = pytest.mark.server(SERVING)
@@ -133,6 +135,22 @@ class TestPrefixCacheBranching(PrefixCacheBranchingMixin, KitCase):
     def flush_cache(cls):
         """Left to the kit's user."""
         requests.post(f"{cls.base_url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+
+
+class TestUnifiedRadixCache(UnifiedRadixTreeTestMixin, KitCase):
+    # Turns of 256 to 768 tokens, at the size of a small model on two cores.
+    max_new_tokens, prefix_len, num_groups, branches_per_group = 24, 256, 2, 2
+    test_gsm8k = None  # downloads its questions
+
+    @pytest.fixture(autouse=True)
+    def _prompts(self, make_corpus):
+        type(self).input_ids = make_corpus().prompts(4, 256)
+
+
+@pytest.mark.server(SESSIONS)
+class TestStreamingSession(StreamingSessionKitMixin, KitCase):
+    test_leak_logprob_concurrent = slow(StreamingSessionKitMixin.test_leak_logprob_concurrent)
+    test_stress_concurrent_sessions = slow(StreamingSessionKitMixin.test_stress_concurrent_sessions)
 
 
 class TestBasicAPIContract(BasicAPIContractMixin, KitCase):

@@ -1,10 +1,12 @@
 """The promise on one server, in about a minute: drafting changes no token and no logprob bit."""
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from server.comparing import difference
+from server.comparing import difference, plain
 from server.harness import Ask
 from server.specs import DRAFTING
+from sglang_vericache.embedded_model import ensure_embedded_model
 
 TOKENS = 24
 SAMPLING = {
@@ -31,11 +33,11 @@ def prompt(make_corpus):
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view["compressor"])
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 def test_drafting_changes_nothing(server, prompt, sampling, view):
-    plain = server.answer(Ask(prompt, TOKENS, {"enabled": False}, sampling))
-    drafted = server.answer(Ask(prompt, TOKENS, view | {"draft_len": 6}, sampling))
-    assert plain.drafted == 0 and drafted.drafted >= 6
-    assert len(plain.logprobs) == len(plain.ids) > 0
-    assert difference(drafted, plain) is None
+    expected = server.answer(Ask(prompt, TOKENS, {"enabled": False}, sampling))
+    found = server.answer(Ask(prompt, TOKENS, view | {"draft_len": 6}, sampling))
+    assert expected.drafted == 0 and found.drafted >= 6
+    assert len(expected.logprobs) == len(expected.ids) > 0
+    assert difference(found, expected) is None
 
 
 def test_neighbours_change_nothing(server, prompt):
@@ -72,6 +74,33 @@ def test_ids_outside_the_vocabulary_are_refused(server, token):
     response = server.post("/generate", Ask((token,), 4).body())
     assert response.status_code == 400, response.text
     assert "input_ids" in response.text
+
+
+def test_updated_weights_are_used(server, prompt, tmp_path):
+    """Kernels read packed copies of the weights, which must follow an update in place."""
+    model = ensure_embedded_model()
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+        else:
+            weights = load_file(file)
+            weights["model.layers.3.mlp.down_proj.weight"] *= 0.5
+            save_file(weights, tmp_path / file.name, metadata={"format": "pt"})
+
+    def update(path):
+        response = server.post("/update_weights_from_disk", {"model_path": str(path)})
+        assert response.json()["success"], response.text
+
+    ask = Ask(prompt[:400], 12, {"draft_len": 4})
+    before = server.answer(ask)
+    try:
+        update(tmp_path)
+        after = server.answer(ask)
+        assert difference(after, before) is not None
+        assert difference(after, server.answer(plain(ask))) is None
+    finally:
+        update(model)
+    assert difference(server.answer(ask), before) is None
 
 
 def test_nothing_leaks(server):
