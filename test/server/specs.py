@@ -35,9 +35,11 @@ OFF = {
     "float32": ServerSpec(("--vericache", "off", *FP32)),
 }
 PAGE_SIZES = {1: DRAFTING["bfloat16"], 16: ADAPTIVE["bfloat16"], 64: DRAFTING["float32"]}
-# A pool smaller than one long request.
+# A pool smaller than one long request, and a scheduler that admits more than will fit.
 POOL_TOKENS = 512
-CROWDED = ServerSpec((*FIXED, "--max-total-tokens", str(POOL_TOKENS)))
+CROWDED = ServerSpec(
+    (*FIXED, "--max-total-tokens", str(POOL_TOKENS), "--schedule-conservativeness", "0.1")
+)
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(
     ("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *FP32),

@@ -64,7 +64,7 @@ def test_retraction_changes_nothing(server, off, make_corpus):
 def test_a_pool_smaller_than_one_request(compressor, server, off, make_corpus):
     """K12: what cannot fit ends early with a reason; the next request works."""
     corpus = make_corpus()
-    vericache = {"compressor": compressor}
+    vericache = {"compressor": compressor, "draft_len": 4}
     long = Ask(tuple(corpus.prompt(300)), 2 * POOL_TOKENS, vericache)
     short = Ask(tuple(corpus.prompt(24)), 12, vericache)
     try:

@@ -4,7 +4,7 @@ import pytest
 
 from server.comparing import assert_identical
 from server.harness import Ask
-from server.specs import DRAFTING, MAX_DRAFT_LEN, MIN_TOKENS, RATIO, WINDOW
+from server.specs import COMPRESSORS, DRAFTING, MAX_DRAFT_LEN, MIN_TOKENS, RATIO, WINDOW
 
 pytestmark = pytest.mark.server(DRAFTING["bfloat16"])
 
@@ -47,6 +47,19 @@ def test_contexts_shorter_than_window_and_budget(compressor, server, off, make_c
     found = server.concurrently(asks)
     assert_identical(found, off["bfloat16"].answers(asks))
     assert all(answer.drafted > 0 for answer in found)
+
+
+def test_the_longest_request_ends_first(server, make_corpus):
+    """K16: the others' rows stay theirs when 512 tokens leave a batch of 40, 40, 40."""
+    corpus = make_corpus()
+    corpus.prompt(6000)
+    prompts = [tuple(corpus.prompt(length)) for length in (512, 40, 40, 40)]
+    for compressor in COMPRESSORS:
+        vericache = {"compressor": compressor, "draft_len": 5}
+        asks = [Ask(p, 4 if len(p) == 512 else 24, vericache) for p in prompts]
+        together = server.batch(asks)
+        assert_identical(together, [server.answer(ask) for ask in asks], [compressor] * 4)
+        assert all(answer.drafted > 0 for answer in together)
 
 
 def test_dropping_the_sinks_costs_only_acceptance(server, off, make_corpus):
