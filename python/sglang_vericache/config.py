@@ -57,7 +57,7 @@ class VeriCacheConfig:
         if not 1 <= self.reserved_draft_len <= 64:
             raise ValueError(
                 "--vericache-draft-len and --vericache-max-draft-len must be in 1..64, "
-                f"not {self.reserved_draft_len}"
+                f"not {self.reserved_draft_len} (--vericache off decodes plainly)"
             )
         if self.min_context < 0:
             raise ValueError(f"--vericache-min-context must be at least 0, not {self.min_context}")
@@ -90,7 +90,8 @@ class VeriCacheConfig:
         return Settings(ratio=self.ratio, **self.settings)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The effective values as JSON; ``draft_len`` and ``refresh`` None mean ``auto``."""
+        return asdict(self) | {"settings": asdict(self.compressor_settings)}
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -121,14 +122,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--vericache-draft-len",
         metavar="auto|N",
-        help="Tokens drafted before each verify pass; auto adapts it per request from "
+        help="Tokens drafted before each verify pass (1 to 64); auto adapts it per request from "
         "measured acceptance and cost, down to plain decoding (default: auto)",
     )
     add(
         "--vericache-max-draft-len",
         type=int,
         metavar="N",
-        help=f"Upper limit of an adaptive draft length (default: {default.max_draft_len})",
+        help=f"Upper limit of an adaptive draft length, 1 to 64 (default: {default.max_draft_len})",
     )
     add(
         "--vericache-min-context",
@@ -140,8 +141,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--vericache-refresh",
         metavar="auto|off|N",
-        help="Re-score a draft view from the queries of every N-th verify pass, never, or when "
-        "acceptance falls (default: auto)",
+        help="Re-score a draft view from the queries of verify passes: when fewer than half of its "
+        "drafts were accepted, not for that reason, or after every N passes (default: auto)",
     )
     add(
         "--vericache-allow-unverified",
@@ -152,9 +153,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--vericache-settings",
         metavar="JSON",
-        help="Further settings of the compressor, e.g. "
-        '\'{"window": 16, "sinks": 4, "kernel": 5, "min_tokens": 128}\'',
+        help=f"Further settings of the compressor (default: '{json.dumps(_further_settings())}')",
     )
+
+
+def _further_settings() -> dict[str, Any]:
+    return {key: value for key, value in asdict(Settings()).items() if key != "ratio"}
 
 
 def from_options(options: Mapping[str, Any]) -> VeriCacheConfig | None:

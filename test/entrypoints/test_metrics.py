@@ -34,6 +34,20 @@ def test_totals_follow_the_counters(registry):
     assert value("drafted_tokens_total") == 9  # nothing is counted twice
 
 
+def test_acceptance_by_position(registry):
+    counters, exporter = Counters(), MetricsExporter(LABELS, registry)
+    for drafted, accepted in ((3, 2), (3, 0), (1, 1)):
+        counters.record_verify(drafted, accepted)
+        exporter.update(counters)
+
+    def at(name, position):
+        labels = LABELS | {"position": str(position)}
+        return registry.get_sample_value(f"vericache:{name}_at_position_total", labels)
+
+    assert [at("drafted", position) for position in range(4)] == [3, 2, 2, None]
+    assert [at("accepted", position) for position in range(4)] == [2, 1, None, None]
+
+
 def test_draft_length_histogram(registry):
     counters, exporter = Counters(), MetricsExporter(LABELS, registry)
     for drafted in (4, 4, 0, 1, 64):

@@ -48,6 +48,8 @@ def check_options(asked: Any, config: VeriCacheConfig) -> None:
         if not isinstance(asked.get(key, False), bool):
             raise ValueError(f"{WHERE}.{key} must be true or false, not {asked[key]!r}")
     if asked.get("unverified"):
+        if not config.enabled:
+            raise ValueError(f"{WHERE}.unverified is refused here: the server runs --vericache off")
         if not config.allow_unverified:
             raise ValueError(
                 f"{WHERE}.unverified is refused here: start the server with "

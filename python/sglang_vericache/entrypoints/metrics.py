@@ -19,6 +19,11 @@ TOTALS = {
     "kv_bytes_read": "Bytes of KV cache read by attention in decoding.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}
+# The same by place in the draft, label ``position`` from 0.
+BY_POSITION = {
+    "drafted_at": ("drafted_at_position", "Drafts at a position that were verified."),
+    "accepted_at": ("accepted_at_position", "Drafts at a position that the full KV confirmed."),
+}
 LENGTH_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -52,15 +57,27 @@ class MetricsExporter:
             buckets=LENGTH_BUCKETS,
             registry=registry,
         ).labels(**labels)
+        self._by_position = {
+            field: Counter(f"vericache:{name}", text, [*labels, "position"], registry=registry)
+            for field, (name, text) in BY_POSITION.items()
+        }
+        self._labels = labels
         self._published: dict[str, int] = dict.fromkeys(TOTALS, 0)
+        self._published_at: dict[tuple[str, int], int] = {}
         self._observed: dict[int, int] = {}
 
     def update(self, counters: Counters) -> None:
-        """Publish what is new in ``counters``; some 20 microseconds."""
+        """Publish what is new in ``counters``; some tens of microseconds."""
         for field, total in self._totals.items():
             value = getattr(counters, field)
             total.inc(value - self._published[field])
             self._published[field] = value
+        for field, by_position in self._by_position.items():
+            for position, value in getattr(counters, field).items():
+                known = self._published_at.get((field, position), 0)
+                if value > known:
+                    by_position.labels(**self._labels, position=position).inc(value - known)
+                    self._published_at[field, position] = value
         rounds = rounds_by_length(counters)
         for length, count in rounds.items():
             for _ in range(count - self._observed.get(length, 0)):

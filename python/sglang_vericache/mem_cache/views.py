@@ -21,7 +21,7 @@ class ViewStore:
         rows: rows of ``req_to_token``; a view is filed under its request's row.
         layers: attention layers L.
         heads: lists per layer, 1 or the number of KV heads (Hv); see ``widen``.
-        capacity: longest list in tokens.
+        capacity: longest list in tokens; grows when a longer one is filed.
         device: where the KV pool is.
     """
 
@@ -45,14 +45,23 @@ class ViewStore:
         self.length = self.length.repeat(1, 1, heads)
         self.start = self._offsets()
 
+    def _grow(self, capacity: int) -> None:
+        """Make room for lists of ``capacity`` tokens; what was filed stays."""
+        wider = self.indices.new_zeros((*self.indices.shape[:3], capacity))
+        wider[..., : self.capacity] = self.indices
+        self.capacity, self.indices = capacity, wider
+        self.start = self._offsets()
+
     def put(self, row: int, view: DraftView, slots: Tensor) -> None:
         """File a view.
 
         Args:
             row: the request's row of ``req_to_token``.
-            view: positions per layer; each list at most ``capacity`` long.
+            view: positions per layer.
             slots: int32 ``[T]``, slots of positions ``0 .. T - 1`` of the request.
         """
+        if max(view.kept) > self.capacity:
+            self._grow(max(view.kept))
         for layer, positions in enumerate(view.layers):
             count = positions.shape[1]
             self.indices[row, layer, :, :count] = slots[positions.long()]

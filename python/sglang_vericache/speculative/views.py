@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from sglang_vericache.speculative.state import RequestState
 
 
+# As ``RequestState.chosen_at``: stale from the start.
+NEVER = -(2**62)
+
+
 class ViewChooser:
     """Compresses requests of one model; ``store`` holds the views it filed."""
 
@@ -45,8 +49,16 @@ class ViewChooser:
         )
 
     def choose(self, state: RequestState) -> None:
-        """Choose and file the view of a request from its committed KV."""
+        """Choose and file the view of a request from its committed KV.
+
+        Without the queries that its method needs the view is everything, until the first verify
+        pass brings some.
+        """
         length = state.req.kv.kv_committed_len
+        if state.dropper.query_rows and not state.queries:
+            state.has_view, state.chosen_at = True, NEVER
+            state.view_length, state.view_kept = 0, 0.0
+            return
         slots = self.req_to_token[state.row, :length]
         view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
         state.has_view, state.chosen_at = True, length
