@@ -10,10 +10,10 @@ from sglang_vericache.platform import shims
 
 logger = logging.getLogger(__name__)
 
-# On a CPU the stock defaults take a share of all memory for the KV pool and size tables for 4,096
-# requests.
+# The lists of draft views are allocated for that many; stock takes 2,048 or more.
+MAX_RUNNING_REQUESTS = 64
+# On a CPU the stock default takes a share of all memory for the KV pool.
 CPU_MAX_TOTAL_TOKENS = 98_304
-CPU_MAX_RUNNING_REQUESTS = 64
 CPU_CHUNKED_PREFILL = 2048
 
 
@@ -36,22 +36,22 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
         decided |= algorithm.server_arguments(config)
     for field, value in decided.items():
         setattr(server_args, field, value)
+    open_fields: dict[str, Any] = {"max_running_requests": MAX_RUNNING_REQUESTS}
     if shims.needed():
         if server_args.enable_deterministic_inference:
             raise ValueError(
                 "--enable-deterministic-inference needs an accelerator; on a CPU the results of "
                 "VeriCache never depend on the batch, so leave it out"
             )
-        open_fields = {
+        open_fields |= {
             "device": "cpu",
             "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
-            "max_running_requests": CPU_MAX_RUNNING_REQUESTS,
             "chunked_prefill_size": CPU_CHUNKED_PREFILL,
         }
-        for field, value in open_fields.items():
-            if getattr(server_args, field) is None:
-                setattr(server_args, field, value)
         # Polling while idle would take a core from the model's other processes.
         server_args.sleep_on_idle = True
     else:
         server_args.disable_cuda_graph = True
+    for field, value in open_fields.items():
+        if getattr(server_args, field) is None:
+            setattr(server_args, field, value)

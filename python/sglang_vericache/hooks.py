@@ -2,7 +2,7 @@
 
 SGLang's plugin loader logs and swallows the errors of a plugin, so this module checks instead:
 ``verify`` compares each target's parameters with the ones the hook was written for, and
-``assert_applied`` is called by the worker once the scheduler runs.
+``assert_applied`` is called in the scheduler when the model is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_SGLANG = "0.5.23"
+_registered: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,13 @@ def register(hooks: Sequence[Hook]) -> None:
         raise RuntimeError("this SGLang is not supported:\n  " + "\n  ".join(found))
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+        _registered.append(hook.target)
 
 
-def assert_applied(hooks: Sequence[Hook]) -> None:
-    """Raise ``RuntimeError`` naming every hook that SGLang did not apply."""
+def assert_applied() -> None:
+    """Raise ``RuntimeError`` naming every registered hook that SGLang did not apply."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [hook.target for hook in hooks if hook.target not in HookRegistry._patched]
+    missing = [target for target in _registered if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(f"hooks were not applied: {', '.join(missing)}")

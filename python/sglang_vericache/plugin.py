@@ -25,7 +25,7 @@ def register() -> None:
         from sglang_vericache.speculative.algorithm import register_algorithm
 
         entries = table()
-        register_algorithm(check=lambda: hooks.assert_applied(entries))
+        register_algorithm(check=hooks.assert_applied)
         register_backend()
         Engine.server_args_class = staticmethod(engine_server_args)
         hooks.register(entries)
@@ -39,7 +39,7 @@ def table() -> tuple[Hook, ...]:
     from sglang_vericache.entrypoints import admission, status
     from sglang_vericache.platform import allocation, model
     from sglang_vericache.sampling import hooks as sampling
-    from sglang_vericache.speculative import algorithm, zero_commit
+    from sglang_vericache.speculative import algorithm, sessions, zero_commit
 
     return (
         Hook(
@@ -58,6 +58,7 @@ def table() -> tuple[Hook, ...]:
         ),
         *algorithm.HOOKS,
         *zero_commit.HOOKS,
+        *sessions.HOOKS,
         *sampling.HOOKS,
         *model.HOOKS,
         *allocation.HOOKS,

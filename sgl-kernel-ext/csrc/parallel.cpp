@@ -34,15 +34,14 @@ inline void pause() {
 
 class Pool {
  public:
-  explicit Pool(int workers) : owner_(getpid()) {
-    for (int index = 0; index < workers; ++index)
-      std::thread([this, index] { serve(index); }).detach();
-  }
+  Pool() : owner_(getpid()) {}
 
   // False if the caller has to run the loop itself: another thread is in one, or after a fork.
   bool run(int helpers, int64_t count, ParallelBody body, const void* context) {
     std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
     if (!lock.owns_lock() || getpid() != owner_) return false;
+    for (; workers_ < helpers; ++workers_)
+      std::thread([this, index = workers_] { serve(index); }).detach();
     helpers_ = helpers;
     count_ = count;
     body_ = body;
@@ -100,6 +99,7 @@ class Pool {
   const pid_t owner_;
   std::mutex busy_;
   uint32_t loop_ = 0;
+  int workers_ = 0;
   int helpers_ = 0;
   int64_t count_ = 0;
   ParallelBody body_ = nullptr;
@@ -112,7 +112,7 @@ class Pool {
 
 Pool& pool() {
   // Never destroyed: its threads may still run while the process exits.
-  static Pool* instance = new Pool(static_cast<int>(std::thread::hardware_concurrency()) - 1);
+  static Pool* instance = new Pool();
   return *instance;
 }
 

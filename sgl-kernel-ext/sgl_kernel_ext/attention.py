@@ -33,6 +33,7 @@ def ragged_attention(
     view_len: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    max_list_len: int | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of a ragged pass over KV slots.
 
@@ -65,6 +66,8 @@ def ragged_attention(
         view_len: int32 like view_start; 0 where a group has no view.
         out: [R, HQ, D] in q's dtype, D contiguous; allocated when None.
         lse: [R, HQ] fp32, filled with the natural log-sum-exp of the scaled scores when given.
+        max_list_len: bound on the entries of a KV list. Sizes the grid on CUDA, where the default
+            is all of view_indices and a row of req_to_token; ignored elsewhere.
 
     Returns:
         ``out``. Accumulation is fp32; with bf16 on CPUs that have a bf16 dot product,
@@ -85,9 +88,12 @@ def ragged_attention(
         _check_layout("lse", lse, q, q.shape[:2])
     if q.is_cpu and (module := cpu_module()) is not None:
         return module.ragged_attention(*args, scale, view_indices, view_start, view_len, out, lse)
-    return _implementation(q).ragged_attention(
+    implementation = _implementation(q)
+    bound = {} if implementation is reference else {"max_len_hint": max_list_len}
+    return implementation.ragged_attention(
         *args,
         scale,
+        **bound,
         view_indices=view_indices,
         view_start=view_start,
         view_len=view_len,

@@ -208,7 +208,6 @@ def test_draft_only_batch_and_lengths(sampler):
         req.output_ids.append(9)
     batch = Batch(reqs)
     layout = RowLayout.build([[], [4, 5]], [False, False], [3, 3], "cpu")
-    assert layout.depth.tolist() == [0, 2]
     assert layout.positions.tolist() == [3, 5]
     assert layout.spans == [(0, 1), (1, 2)]
     settled = settle(torch.randn(2, VOCAB), layout, batch, sampler)

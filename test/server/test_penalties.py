@@ -96,7 +96,7 @@ def test_frequency_penalty_matters(server, without_drafts, make_corpus):
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("return_hidden_states", {"return_hidden_states": True}),
+        ("hidden-states", {"return_hidden_states": True}),  # refused by SGLang itself
         ("return_sampling_mask", {"return_sampling_mask": True}),
         ("return_routed_experts", {"return_routed_experts": True}),
         ("return_indexer_topk", {"return_indexer_topk": True}),
@@ -139,6 +139,19 @@ class Spy(CustomLogitProcessor):
                 print(len(params["__req__"].output_ids), file=file)
             row[params["forbidden"]] = float("-inf")
         return logits
+
+
+Spy.__module__ = "__main__"  # pickled by value: the server knows no tests
+
+
+def test_a_processor_that_does_not_load_is_refused(server):
+    """Stock's scheduler would end with the error."""
+    text = json.dumps({"callable": "00"})
+    body = Ask("Hello", 4, fields={"custom_logit_processor": text}).body()
+    response = server.post("/generate", body)
+    assert response.status_code == 400, response.text
+    assert "custom_logit_processor" in response.text
+    assert len(server.ask("Hello", 4).ids) == 4
 
 
 def test_a_processor_sees_every_committed_position_once(

@@ -70,7 +70,7 @@ def draw(server, prompt, temperature, vericache):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_samples_are_distributed_as_plain_ones(temperature, server, tokenizer):
     """P10: chi-square of runs of tokens; tokens 2 and 3 come from drafts."""
-    text = "Roll a die. Answer with a digit.\n" + "3\n5\n1\n6\n2\n4\n" * 3
+    text = "Heads or tails?\nheads tails tails heads heads tails heads tails tails tails heads"
     prompt = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     _, expected = draw(server, prompt, temperature, {"enabled": False})
     common = [run for run, count in expected.most_common() if count >= 8]

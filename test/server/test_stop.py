@@ -62,6 +62,23 @@ def test_stop_strings_anywhere_in_a_run(server, without_drafts, tokenizer):
     assert [(a.text, a.ids, a.finish) for a in found] == [
         (a.text, a.ids, a.finish) for a in expected
     ]
+    # A stop in the first tokens ends an answer before its first run.
+    assert sum(a.accepted > 0 for a in found) > len(found) / 2
+
+
+def test_the_first_stop_wins(server, without_drafts, sentence, tokenizer):
+    """Of several stops in one accepted run the one that plain decoding meets first counts."""
+    prompt = sentence * 6 + sentence[:3]
+    exact = {"compressor": "identity", "draft_len": 16}
+    stops = [
+        ["STOP", FRUITS[4], FRUITS[2]],  # the list's order is not the text's
+        ["\n", "STOP"],
+        ["Shopping"],  # behind the end of sequence
+    ]
+    asks = [Ask(prompt, 64, exact, {"stop": stop, "ignore_eos": False}) for stop in stops]
+    found = server.concurrently(asks)
+    assert_identical(found, without_drafts.answers(asks), stops)
+    assert [a.finish["matched"] for a in found] == [FRUITS[2], "STOP", EOS]
     assert all(a.accepted > 0 for a in found)
 
 

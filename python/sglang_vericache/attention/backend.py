@@ -107,10 +107,12 @@ class VeriCacheAttentionBackend(AttentionBackend):
         if rows.captured is not None:
             self._queries.append(q.index_select(0, rows.captured))
         views = rows.views
+        longest = self.req_to_token.shape[1]
         if views is None:
             indices = start = length = None
         else:
             indices, start, length = views.indices, views.start[layer_id], views.length[layer_id]
+            longest += views.longest
         return ragged_attention(
             q,
             k_pool,
@@ -124,6 +126,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
             view_indices=indices,
             view_start=start,
             view_len=length,
+            max_list_len=longest,
         )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

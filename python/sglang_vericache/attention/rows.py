@@ -24,11 +24,13 @@ class ViewLists:
         indices: flat int32 KV slots of all views.
         start: int64 ``[L, G, Hv]`` offsets into ``indices``.
         length: int32 ``[L, G, Hv]``; 0 for groups that read their full KV.
+        longest: bound on the lengths.
     """
 
     indices: Tensor
     start: Tensor
     length: Tensor
+    longest: int
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def hooks_applied() -> str:
 
     load_plugins()
     table = plugin.table()
-    hooks.assert_applied(table)
+    hooks.assert_applied()
     return f"{len(table)} applied"
 
 

@@ -6,7 +6,7 @@ On a stock server all of this is inert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +73,29 @@ def _check_draft_len(value: Any, most: int) -> None:
         )
 
 
-def check_input_ids(input_ids: Sequence[int] | None, vocab_size: int) -> None:
-    """Raise ``ValueError`` for a prompt token that the embedding has no row for.
+def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
+    """Raise ``ValueError`` for a token outside the vocabulary.
 
-    Stock looks it up unchecked, which ends the scheduler.
+    Stock looks such a token up, in the embedding or in the logits, which ends the scheduler.
     """
-    for token in input_ids or ():
+    for token in token_ids or ():
         if not 0 <= token < vocab_size:
-            raise ValueError(f"input_ids: token {token} is outside the vocabulary of {vocab_size}")
+            raise ValueError(f"{name}: token {token} is outside the vocabulary of {vocab_size}")
+
+
+def check_processor(text: str | None) -> None:
+    """Raise ``ValueError`` for a custom logit processor that cannot be loaded.
+
+    Stock loads it in the scheduler, which an error there ends.
+    """
+    if text is None:
+        return
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    try:
+        CustomLogitProcessor.from_str(text)
+    except Exception as error:
+        raise ValueError(f"custom_logit_processor cannot be loaded: {error}") from error
 
 
 def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,10 +103,20 @@ def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs
     config = config_of(self.server_args)
     if config is None or not _generates(tokenized):
         return
-    asked = (tokenized.sampling_params.custom_params or {}).get(KEY)
+    params, vocab_size = tokenized.sampling_params, self.model_config.vocab_size
+    custom = params.custom_params
+    if custom is not None and not isinstance(custom, Mapping):
+        raise ValueError(f"custom_params must be an object, not {custom!r}")
+    asked = (custom or {}).get(KEY)
     if asked is not None:
         check_options(asked, config)
-    check_input_ids(tokenized.input_ids, self.model_config.vocab_size)
+        if asked.get("unverified") and tokenized.session_params is not None:
+            raise ValueError(f"{WHERE}.unverified: a session would keep its inexact KV")
+    if not tokenized.input_ids and tokenized.input_embeds is None:
+        raise ValueError("the prompt is empty: it has no token to start from")
+    check_token_ids("input_ids", tokenized.input_ids, vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_processor(tokenized.custom_logit_processor)
     for request in (obj, tokenized):  # some parameters are only on one of them
         check_supported(request, config)
 

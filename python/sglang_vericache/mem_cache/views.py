@@ -27,7 +27,8 @@ class ViewStore:
 
     def __init__(self, rows: int, layers: int, heads: int, capacity: int, device: torch.device):
         self.capacity = capacity
-        self.indices = torch.zeros((rows, layers, heads, capacity), dtype=torch.int32).to(device)
+        shape = (rows, layers, heads, capacity)
+        self.indices = torch.zeros(shape, dtype=torch.int32, device=device)
         self.length = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
         self.start = self._offsets()
 
@@ -78,4 +79,5 @@ class ViewStore:
             indices=self.indices.view(-1),
             start=self.start[:, req_row],
             length=self.length[:, req_row] * drafting[:, None],
+            longest=self.capacity,
         )

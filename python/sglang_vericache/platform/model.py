@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_vericache.config import config_of
-from sglang_vericache.hooks import Hook
+from sglang_vericache.hooks import Hook, assert_applied
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+# Marks a model whose layers read packed copies of the weights.
+PACKED = "_vericache_packed"
 
 
 def after_load(result: None, self: ModelRunner) -> None:
@@ -18,21 +22,25 @@ def after_load(result: None, self: ModelRunner) -> None:
     """
     if config_of(self.server_args) is None:
         return
+    assert_applied()
     refuse_unsupported(self)
     if self.device != "cpu":
         return
     from sglang_vericache.platform import layers, llama
 
     layers.install(self.model)
+    setattr(self.model, PACKED, True)
     if llama.supports(self.model):
         llama.install(self.model, lambda: self.attn_backend)
 
 
 def after_update(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Weights were updated in place, or rolled back: bring the packed copies along."""
-    from sglang_vericache.platform import layers
+    model = self.get_model()
+    if getattr(model, PACKED, False):
+        from sglang_vericache.platform import layers
 
-    layers.refresh(self.get_model())
+        layers.refresh(model)
 
 
 def refuse_unsupported(runner: ModelRunner) -> None:

@@ -37,12 +37,11 @@ class RowLayout:
     drafts owns one row of depth m. The row of depth d sees the request's committed output and
     ``drafts[:d]``; its input token sits at ``positions``.
 
-    Shapes: ``req_index``, ``depth``, ``positions`` ``[rows]`` int64 on the device of the logits;
+    Shapes: ``req_index``, ``positions`` ``[rows]`` int64 on the device of the logits;
     ``drafts`` and ``verifying`` have one entry per request of the batch.
     """
 
     req_index: torch.Tensor
-    depth: torch.Tensor
     positions: torch.Tensor
     drafts: list[list[int]]
     verifying: list[bool]
@@ -62,17 +61,16 @@ class RowLayout:
             committed_lens: per request, length of its committed KV; equals the position of the
                 last committed token, which is the input of depth 0.
         """
-        req_index, depth, positions = [], [], []
+        req_index, positions = [], []
         for request, (tokens, verifies, length) in enumerate(
             zip(drafts, verifying, committed_lens, strict=True)
         ):
             for row_depth in range(0 if verifies else len(tokens), len(tokens) + 1):
                 req_index.append(request)
-                depth.append(row_depth)
                 positions.append(length + row_depth)
-        stacked = torch.tensor([req_index, depth, positions], dtype=torch.int64)
+        stacked = torch.tensor([req_index, positions], dtype=torch.int64)
         stacked = stacked.to(device, non_blocking=True)
-        return cls(stacked[0], stacked[1], stacked[2], drafts, verifying)
+        return cls(stacked[0], stacked[1], drafts, verifying)
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:

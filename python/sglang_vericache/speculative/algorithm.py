@@ -141,6 +141,12 @@ def refuse_unsupported(server_args: Any) -> None:
         # Tokenizer workers load no plugins, so they would not check requests.
         "--tokenizer-worker-num above 1": (server_args.tokenizer_worker_num or 1) > 1,
         "SGLANG_RUST_SERVER": envs.SGLANG_RUST_SERVER.get(),
+        "--smg-grpc-mode": server_args.smg_grpc_mode or server_args.grpc_mode,
+        "--enable-dp-attention": server_args.enable_dp_attention,
+        # Every rank would plan by its own clock.
+        "--tp-size above 1 with --vericache-draft-len auto": config.enabled
+        and config.draft_len is None
+        and (server_args.tp_size or 1) > 1,
     }
     for flag, given in wrong.items():
         if given:

@@ -31,6 +31,7 @@ class RaggedPass:
 
     Attributes:
         states, actions: the requests and what each does.
+        captures: whose queries are kept, one entry a request.
         layout: what settling needs to know about the rows.
         input_ids: int64 ``[R]``.
         rows: the kernel's arguments.
@@ -38,6 +39,7 @@ class RaggedPass:
 
     states: Sequence[RequestState]
     actions: Sequence[Action]
+    captures: Sequence[bool]
     layout: RowLayout
     input_ids: Tensor
     rows: Rows
@@ -47,16 +49,16 @@ class RaggedPass:
         cls,
         states: Sequence[RequestState],
         actions: Sequence[Action],
+        captures: Sequence[bool],
         req_row: Tensor,
         store: ViewStore,
-        capture: bool,
     ) -> RaggedPass:
         """Lay out the rows.
 
         Args:
             req_row: int64 ``[G]``, the requests' rows of ``req_to_token``.
+            captures: whose queries to keep for the next compression; of verifying requests only.
             store: filed draft views.
-            capture: keep the queries of rows that verify drafts, for the next compression.
         """
         device = req_row.device
         verifies = [action is Action.VERIFY for action in actions]
@@ -72,7 +74,7 @@ class RaggedPass:
         for state, verify in zip(states, verifies, strict=True):
             sequence = [state.req.output_ids[-1], *state.drafts]
             tokens.extend(sequence if verify else sequence[-1:])
-            if capture and verify and state.drafts:
+            if captures[len(heads) - 1]:
                 captured.extend(range(heads[-1], len(tokens)))
             heads.append(len(tokens))
             reads_view = not verify and state.view_length > 0
@@ -88,7 +90,7 @@ class RaggedPass:
             views=store.lists(req_row, groups[2]) if any(drafting) else None,
             captured=torch.tensor(captured).to(device) if captured else None,
         )
-        return cls(states, actions, layout, torch.tensor(tokens).to(device), rows)
+        return cls(states, actions, captures, layout, torch.tensor(tokens).to(device), rows)
 
     def place(self, batch: ScheduleBatch, slots: int) -> None:
         """Turn the decode batch into this pass; the scheduler restores it afterwards."""

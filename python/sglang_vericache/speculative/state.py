@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from sglang_vericache.compressors import Dropper, Settings, create
 from sglang_vericache.config import VeriCacheConfig
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from torch import Tensor
 
-# Prompts whose queries wait for the first decode iteration; each takes w * HQ * D values a layer.
-MAX_PROMPTS = 64
 # Keys of ``custom_params.vericache`` that are no compressor settings.
 CHOICES = ("enabled", "unverified", "draft_len", "compressor")
 
@@ -26,6 +26,7 @@ class RequestState:
 
     Attributes:
         req: the request; ``req.kv.kv_committed_len`` tokens of it have exact KV.
+        serial: names this state; a request id may come back while the planner still knows it.
         retractions: its retraction count when this state was made.
         dropper, settings: how its draft view is chosen.
         limit: most tokens it drafts in a round; 0 decodes plainly.
@@ -39,10 +40,11 @@ class RequestState:
             and how many of those were accepted.
         drafts: tokens drafted since the last verify pass.
         margins: of those drafts, in logits; empty with a fixed draft length.
-        drafted: tokens drafted in all finished rounds.
+        drafted: tokens drafted in all finished rounds, those before a retraction included.
     """
 
     req: Req
+    serial: int
     retractions: int
     dropper: Dropper
     settings: Settings
@@ -82,7 +84,7 @@ class RequestState:
         if context < min_context:
             limit = 0
         return DraftState(
-            rid=self.req.rid,
+            rid=self.serial,
             context=context,
             view=self.draft_keys,
             drafted=len(self.drafts),
@@ -106,19 +108,16 @@ class Requests:
     def __init__(self, config: VeriCacheConfig):
         self._config = config
         self._states: dict[str, RequestState] = {}
-        self._prompt_queries: dict[str, list[Tensor]] = {}
+        self._serials = itertools.count()
+        # By request object: gone with a request that never decodes.
+        self._prompt_queries: WeakKeyDictionary[Req, list[Tensor]] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def keep_queries(self, rid: str, queries: Tensor, window: int) -> None:
-        """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes.
-
-        Prompts that were aborted before decoding are forgotten when newer ones need the room.
-        """
-        _append(self._prompt_queries.setdefault(rid, []), queries, window)
-        while len(self._prompt_queries) > MAX_PROMPTS:
-            del self._prompt_queries[next(iter(self._prompt_queries))]
+    def keep_queries(self, req: Req, queries: Tensor, window: int) -> None:
+        """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes."""
+        _append(self._prompt_queries.setdefault(req, []), queries, window)
 
     def running(self, reqs: Sequence[Req]) -> list[RequestState]:
         """States of a decode batch, in its order; forgets every other request."""
@@ -138,12 +137,14 @@ class Requests:
         limit = min(asked.get("draft_len", config.reserved_draft_len), config.reserved_draft_len)
         return RequestState(
             req=req,
+            serial=next(self._serials),
             retractions=req.retraction_count,
             dropper=create(asked.get("compressor", config.compressor), settings),
             settings=settings,
             limit=limit if asked.get("enabled", True) else 0,
             unverified=bool(asked.get("unverified", False)),
-            queries=self._prompt_queries.pop(req.rid, []),
+            queries=self._prompt_queries.pop(req, []),
+            drafted=req.spec_num_cap_tokens,
         )
 
 
@@ -154,6 +155,6 @@ def asked_by(req: Req) -> dict[str, Any]:
 
 def _append(chunks: list[Tensor], queries: Tensor, window: int) -> None:
     """Append ``queries`` and drop chunks that are no longer among the last ``window`` tokens."""
-    chunks.append(queries)
+    chunks.append(queries.clone())  # a slice would keep the queries of the whole pass alive
     while sum(chunk.shape[1] for chunk in chunks[1:]) >= window:
         del chunks[0]

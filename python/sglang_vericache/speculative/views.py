@@ -73,9 +73,10 @@ class ViewChooser:
 
     def _layers(self, state: RequestState, slots: Tensor) -> Iterator[LayerContext]:
         queries = torch.cat(state.queries, dim=1) if state.queries else None
+        rows = min(self.query_rows, len(slots))
         for layer in range(self.num_layers):
             keys, values = self.pool.get_kv_buffer(self.pool.start_layer + layer)
-            wanted = keys.new_empty(0) if queries is None else queries[layer, -self.query_rows :]
+            wanted = keys.new_empty(0) if queries is None else queries[layer, -rows:]
             yield LayerContext(
                 layer=layer,
                 num_layers=self.num_layers,

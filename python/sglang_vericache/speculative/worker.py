@@ -86,7 +86,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if (queries := self.attention.take_queries()) is not None:
             lens = [min(n, self.chooser.query_rows) for n in batch.extend_lens]
             for req, chunk in zip(batch.reqs, queries.split(lens, dim=1), strict=True):
-                self.requests.keep_queries(req.rid, chunk, self.chooser.query_rows)
+                self.requests.keep_queries(req, chunk, self.chooser.query_rows)
         result.next_draft_input = RaggedInput(self.slots)
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self.slots
@@ -104,8 +104,15 @@ class VeriCacheWorker(BaseSpecWorker):
         for state, action in zip(states, chosen, strict=True):
             if action is Action.DRAFT and not state.has_view:
                 self.chooser.choose(state)
-        capture = self.chooser.query_rows > 0 and self.config.refresh != 0
-        return RaggedPass.build(states, chosen, batch.req_pool_indices, self.chooser.store, capture)
+        captures = [
+            action is Action.VERIFY and bool(state.drafts) and self._wants_queries(state)
+            for state, action in zip(states, chosen, strict=True)
+        ]
+        store = self.chooser.store
+        return RaggedPass.build(states, chosen, captures, batch.req_pool_indices, store)
+
+    def _wants_queries(self, state: RequestState) -> bool:
+        return self.chooser.query_rows > 0 and (self.config.refresh != 0 or not state.queries)
 
     def _forward(self, batch: ScheduleBatch, step: RaggedPass) -> LogitsProcessorOutput:
         """One pass of the target model over all rows; logits ``[R, V]``."""
@@ -138,7 +145,8 @@ class VeriCacheWorker(BaseSpecWorker):
                 state.req.skip_radix_cache_insert = True
                 continue
             drafted = len(state.drafts)
-            if drafted and queries is not None:
+            if step.captures[i]:
+                assert queries is not None
                 fresh = queries[:, captured : captured + accepted]
                 captured += drafted + 1
                 state.add_queries(fresh, self.chooser.query_rows)
@@ -174,7 +182,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _end_round(self, state: RequestState, drafted: int, accepted: int) -> None:
         """Count a verify pass; forget a view that has grown stale."""
-        self.planner.settle(state.req.rid, drafted, accepted, state.margins)
+        self.planner.settle(state.serial, drafted, accepted, state.margins)
         self.counters.record_verify(drafted, accepted)
         state.drafts, state.margins = [], []
         if drafted == 0:

@@ -1,6 +1,7 @@
-"""Iterations in which a request only drafts: it commits nothing, which stock SGLang never sees.
+"""Iterations that commit no token or several, where stock SGLang's result path expects one.
 
-Four places of the scheduler's result path assume at least one committed token.
+A drafting iteration commits nothing, which stock never sees. A verify pass commits a run of tokens,
+which stock checks for stops as a whole, in another order than plain decoding would.
 """
 
 from __future__ import annotations
@@ -17,12 +18,50 @@ if TYPE_CHECKING:
 
 
 def update_finish_state(original: Any, self: Req, new_accepted_len: int = 1) -> None:
-    """With nothing new only an abort can finish a request.
+    """Check the new tokens one by one, as plain decoding does.
 
-    The stock slice ``output_ids[-0:]`` would check the whole output again.
+    With nothing new only an abort can finish a request: the stock slice ``output_ids[-0:]`` would
+    check the whole output again. Of several new tokens stock looks for stop strings first, so a
+    string behind an end of sequence, or a later string of another place in the list, would win.
     """
-    if new_accepted_len > 0 or self.to_finish:
+    if not _drafting_server() or new_accepted_len == 1 or self.to_finish or self.finished():
         original(self, new_accepted_len)
+        return
+    if new_accepted_len == 0:
+        return
+    run = self.output_ids[-new_accepted_len:]
+    del self.output_ids[-new_accepted_len:]
+    # The grammar stands behind the whole run already.
+    grammar, self.grammar = self.grammar, None
+    for i, token in enumerate(run):
+        self.output_ids.append(token)
+        if i == len(run) - 1:
+            self.grammar = grammar
+        original(self, 1)
+        if self.finished():
+            if self.finished_len is None:
+                self.finished_len = len(self.output_ids)
+            self.output_ids.extend(run[i + 1 :])
+            break
+    self.grammar = grammar
+
+
+def _drafting_server() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm == NAME
+
+
+def accept_output(original: Any, self: Any, *, req: Req) -> None:
+    """Stream a request only when it has something new or is done.
+
+    With a stream interval of 1 stock sends a chunk every iteration, drafting ones included.
+    """
+    spec = self.spec_algorithm
+    nothing_new = len(req.output_ids) == req.send_token_offset and not req.finished()
+    if nothing_new and not spec.is_none() and spec.name == NAME:
+        return
+    original(self, req=req)
 
 
 def update_histogram(original: Any, self: Req, num_correct_drafts: int) -> None:
@@ -64,7 +103,15 @@ HOOKS = (
         ("self", "new_accepted_len"),
         "around",
         update_finish_state,
-        "checks the whole output when no token is new",
+        "checks the whole output for no new token, and several in another order than one by one",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer."
+        "_GenerationStreamAccumulator.accept",
+        ("self", "req"),
+        "around",
+        accept_output,
+        "sends an empty chunk for an iteration without new tokens",
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram",
