@@ -48,12 +48,11 @@ def assert_valid(grammar, text):
 
 
 def test_drafts_prefer_another_key(server, without_drafts):
-    """G1: complete, valid, equal to plain decoding, although the model would write `name`."""
-    prompt = '{"name": "Paris", "people": 2}\n{"name": "Lyon", "people": 1}\n' * 3
-    free = server.ask(prompt, 8)
-    assert free.text.startswith('{"name"')
+    """G1: complete, valid, equal to plain decoding, although the model would never write its keys."""
+    free = server.ask(PROMPT, 8)
+    assert "zebra" not in free.text
     sampling = {"json_schema": CITY, "ignore_eos": False}
-    asks = [Ask(prompt, 80, vericache, sampling) for vericache in alternate(3)]
+    asks = [Ask(PROMPT, 80, vericache, sampling) for vericache in alternate(3)]
     found = server.concurrently(asks)
     assert_same(found, without_drafts.answers(asks), asks)
     for answer in found:

@@ -116,7 +116,7 @@ def test_a_prompt_of_exactly_the_context(server, make_corpus):
         server.ask(prompt[:-1], 1)
     longest = int(re.search(r"maximum allowed length \((\d+) tokens\)", refused.value.text)[1])
     assert CONTEXT - 16 < longest < CONTEXT
-    last = server.ask(prompt[:longest], 1)
+    last = server.ask(prompt[: longest - 1], 1)
     assert len(last.ids) == 1
     assert_works(server)
 

@@ -130,18 +130,20 @@ def test_logit_bias(server, without_drafts, make_corpus):
     assert all(set(a.ids) == {int(favourite)} for a in found[3:])
 
 
+# Forbids one token and appends the length of the output to a file at every call. Run as if it were
+# a main program, since that is what dill sends by value: the server does not know the tests.
+SPY = """
 class Spy(CustomLogitProcessor):
-    """Forbids one token and appends the length of the output to a file at every call."""
-
     def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list, strict=True):
+        for row, params in zip(logits, custom_param_list):
             with open(params["path"], "a") as file:
                 print(len(params["__req__"].output_ids), file=file)
             row[params["forbidden"]] = float("-inf")
         return logits
-
-
-Spy.__module__ = "__main__"  # pickled by value: the server knows no tests
+"""
+_program = {"__name__": "__main__", "CustomLogitProcessor": CustomLogitProcessor}
+exec(SPY, _program)
+Spy = _program["Spy"]
 
 
 def test_a_processor_that_does_not_load_is_refused(server):

@@ -219,18 +219,18 @@ def tool_body():
     parameters = {
         "type": "object",
         "properties": {
-            "city": {"type": "string", "maxLength": 12},
-            "unit": {"enum": ["celsius", "fahrenheit"]},
+            "a": {"type": "integer", "maximum": 99},
+            "b": {"type": "integer", "maximum": 99},
         },
-        "required": ["city", "unit"],
+        "required": ["a", "b"],
         "additionalProperties": False,
     }
-    function = {"name": "get_weather", "strict": True, "parameters": parameters}
+    function = {"name": "add", "strict": True, "parameters": parameters}
     return {
         "model": "m",
-        "messages": [{"role": "user", "content": "How warm is it in Paris, in celsius?"}],
+        "messages": [{"role": "user", "content": "What is 3 plus 4? Use the tool."}],
         "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
         "max_tokens": 60,
         "temperature": 0,
     }
