@@ -48,7 +48,7 @@ def assert_valid(grammar, text):
 
 
 def test_drafts_prefer_another_key(server, without_drafts):
-    """G1: complete, valid, equal to plain decoding, although the model would never write its keys."""
+    """G1: complete, valid, equal to plain decoding, with keys the model would not write."""
     free = server.ask(PROMPT, 8)
     assert "zebra" not in free.text
     sampling = {"json_schema": CITY, "ignore_eos": False}
