@@ -115,7 +115,8 @@ def sweep(
             running.append((engine, stack.enter_context(server)))
         for context, batches in _by_context(cells):
             for engine, server in running:
-                rate = _prefill(server.url, engine, prompts[context])
+                most = max(cell.batch for cell in batches)
+                rate = _prefill(server.url, engine, prompts[context][:most])
                 results[engine.name].prefill[context] = rate
                 say(f"{engine.name} prefill {context}: {rate:.0f} tokens/s")
             for cell in batches:

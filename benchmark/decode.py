@@ -36,8 +36,8 @@ def main() -> None:
     }
     sweeps = {
         name: result
-        for group in _engines(args, model)
-        for name, result in sweep(group, args.cells, prompts, args.new_tokens, args.repeats).items()
+        for group, cells in _engines(args, model)
+        for name, result in sweep(group, cells, prompts, args.new_tokens, args.repeats).items()
     }
     cells = {str(cell): _row(cell, sweeps) for cell in args.cells}
     _print_table(cells, list(sweeps))
@@ -55,13 +55,10 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--cells",
-        type=lambda text: [Cell.parse(word) for word in text.split(",")],
-        default=CELLS,
-        metavar="BxC,...",
-        help="batch x context cells (default: {1,8,16}x{500,2000,6000})",
-    )
+    cells = {"type": lambda text: [Cell.parse(w) for w in text.split(",")], "metavar": "BxC,..."}
+    words = "{1,8,16}x{500,2000,6000}"
+    add("--cells", default=CELLS, help=f"batch x context cells (default: {words})", **cells)
+    add("--stock-cells", help="those that slow stock SGLang is measured on (default: all)", **cells)
     add("--new-tokens", type=int, default=64, help="tokens decoded per request (default: 64)")
     add("--repeats", type=int, default=3, help="repetitions of a short cell (default: 3)")
     add("--compressor", default="snapkv", help="of the server with VeriCache on (default: snapkv)")
@@ -77,27 +74,27 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _engines(args: argparse.Namespace, model: Path) -> list[list[Engine]]:
-    """Groups of servers that are alive together."""
+def _engines(args: argparse.Namespace, model: Path) -> list[tuple[list[Engine], list[Cell]]]:
+    """Groups of servers that are alive together, and their cells."""
     drafting = (
         *("--vericache-compressor", args.compressor, "--vericache-ratio", args.ratio),
         *("--vericache-draft-len", args.draft_len),
     )
     others, ours = [], []
     if not args.skip_stock:
-        others.append([stock(model, args.dtype)])
+        others.append(([stock(model, args.dtype)], args.stock_cells or args.cells))
     if args.peer:
-        others.append([vllm_cpu(args.peer, model, args.dtype)])
+        others.append(([vllm_cpu(args.peer, model, args.dtype)], args.cells))
     if not args.skip_off:
         ours.append(vericache("off", model, args.dtype))
     if not args.skip_on:
         ours.append(vericache("on", model, args.dtype, drafting))
-    return [*others, ours]
+    return [*others, (ours, args.cells)]
 
 
 def _row(cell: Cell, sweeps: dict[str, Sweep]) -> dict[str, Any]:
     """Figures of one cell; ``identical`` compares every token id of on and off."""
-    measured = {name: result.cells[cell] for name, result in sweeps.items()}
+    measured = {name: s.cells[cell] for name, s in sweeps.items() if cell in s.cells}
     row: dict[str, Any] = {name: round(m.best, 1) for name, m in measured.items()}
     row["median"] = {name: round(m.median, 1) for name, m in measured.items()}
     if {"off", "on"} <= measured.keys():

@@ -52,8 +52,7 @@ class Process:
         return None if self._process.is_running() else -1
 
 
-# What a kit expects of a model or a cache that this is not: see docs/kits.md. The server without
-# drafts fails the same.
+# What a kit expects of a model or a cache that this is not: see docs/kits.md.
 not_this_model = unittest.expectedFailure
 
 
