@@ -23,10 +23,10 @@ serve: env ## start the OpenAI-compatible server on 127.0.0.1:30000 (or PORT=...
 	@$(PY) scripts/announce_server.py http://127.0.0.1:$(PORT) & \
 	exec $(PY) -m sglang_vericache.launch_server --host 127.0.0.1 --port $(PORT) $(ARGS)
 
-test: model ## every test seen passing on the current code (see test/server/conftest.py)
-	@$(PY) -m pytest -m "not unproven" $(ARGS)
+test: model ## the tests, but for the longest server tests (see test/server/conftest.py)
+	@$(PY) -m pytest -m "not long" $(ARGS)
 
-test-all: model ## those and the server tests that are not proven yet
+test-all: model ## every test
 	@$(PY) -m pytest $(ARGS)
 
 test-fast: model ## the tests that need no server

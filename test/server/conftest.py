@@ -14,13 +14,12 @@ from server.specs import OFF
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 HERE = Path(__file__).parent
-# Modules whose tests were all seen passing on the current code. The others are written but not
-# proven yet: `make test` leaves them out, `make test-all` runs them.
-PROVEN = {"test_kv_slots.py", "test_negative_controls.py", "test_smoke.py", "test_views.py"}
+# Modules that take too long for every run: `make test` leaves them out, `make test-all` runs them.
+LONG = {"test_kits.py", "test_kv_slots.py", "test_limits.py", "test_prompts.py"}
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "unproven: not seen passing yet; `make test-all` runs it")
+    config.addinivalue_line("markers", "long: left to `make test-all`")
     config.addinivalue_line("markers", "server(spec): the ServerSpec that fixture `server` runs")
 
 
@@ -31,8 +30,8 @@ def pytest_collection_modifyitems(items):
     order: dict[ServerSpec | None, int] = {}
     for item in ours:
         item.add_marker(pytest.mark.slow)
-        if item.path.name not in PROVEN:
-            item.add_marker(pytest.mark.unproven)
+        if item.path.name in LONG:
+            item.add_marker(pytest.mark.long)
         order.setdefault(_spec(item), len(order))
     ours.sort(key=lambda item: order[_spec(item)])
     for place, item in zip(places, ours, strict=True):
