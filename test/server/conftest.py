@@ -15,7 +15,10 @@ from sglang_vericache.embedded_model import ensure_embedded_model
 
 HERE = Path(__file__).parent
 # Modules that take too long for every run: `make test` leaves them out, `make test-all` runs them.
-LONG = {"test_kits.py", "test_kv_slots.py", "test_limits.py", "test_prompts.py"}
+LONG = {
+    *("test_kits.py", "test_kv_slots.py", "test_limits.py"),
+    *("test_prompts.py", "test_stock.py", "test_views.py"),
+}
 
 
 def pytest_configure(config):
