@@ -84,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     add("--context", type=int, default=5000, help="tokens per prompt (default: 5000)")
     add("--new-tokens", type=int, default=96, help="longest answer in tokens (default: 96)")
     add("--ratio", type=float, default=0.1, help="kept share of the KV cache (default: 0.1)")
-    add("--draft-len", default="8", help="tokens per draft, or auto (default: 8)")
+    add("--draft-len", default="auto", help="tokens per draft, or auto (default: auto)")
     return parser.parse_args()
 
 
