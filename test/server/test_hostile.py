@@ -121,7 +121,7 @@ def test_a_prompt_of_exactly_the_context(server, make_corpus):
     assert_works(server)
 
 
-def test_200_aborts(server, without_drafts, make_corpus):
+def test_1000_aborts(server, without_drafts, make_corpus):
     """At random times, by id and by leaving; requests beside them are untouched."""
     rng = random.Random(7)
     prompts = [tuple(prompt) for prompt in make_corpus().prompts(20, 40)]
@@ -143,20 +143,20 @@ def test_200_aborts(server, without_drafts, make_corpus):
 
     with ThreadPoolExecutor(12) as threads:
         survivors = [server.submit(ask) for ask in asks]
-        ends = list(threads.map(start_and_abort, range(200)))
+        ends = list(threads.map(start_and_abort, range(1000)))
         found = [future.result() for future in survivors]
-    assert ends.count(True) == 100, "an abort by id was not reported"
+    assert ends.count(True) == 500, "an abort by id was not reported"
     server.check_idle()
     assert_identical(found, without_drafts.answers(asks))
     assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
     assert_works(server)
 
 
-def test_32_connections(server, without_drafts, make_corpus):
+def test_64_connections(server, without_drafts, make_corpus):
     """All at once: every one gets its own answer."""
     prompts = [tuple(prompt) for prompt in make_corpus().prompts(8, 40)]
-    options = alternate(32)
-    asks = [Ask(prompts[i % 8], 16 + i // 8, options[i]) for i in range(32)]
+    options = alternate(64)
+    asks = [Ask(prompts[i % 8], 8 + i // 8, options[i]) for i in range(64)]
     found = server.concurrently(asks)
     assert_identical(found, without_drafts.answers(asks))
     assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
