@@ -35,10 +35,13 @@ OFF = {
     "float32": ServerSpec(("--vericache", "off", *FP32)),
 }
 PAGE_SIZES = {1: DRAFTING["bfloat16"], 16: ADAPTIVE["bfloat16"], 64: DRAFTING["float32"]}
-# A pool smaller than one long request, and a scheduler that admits more than will fit.
+# A pool smaller than one long request.
 POOL_TOKENS = 512
-CROWDED = ServerSpec(
-    (*FIXED, "--max-total-tokens", str(POOL_TOKENS), "--schedule-conservativeness", "0.1")
+CROWDED = ServerSpec((*FIXED, "--max-total-tokens", str(POOL_TOKENS)))
+# Somebody is retracted every so many passes (SGLang's fault injector), besides when the pool is full.
+RETRACTING = ServerSpec(
+    (*FIXED, "--max-total-tokens", "1024"),
+    env=(("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "25")),
 )
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(

@@ -6,7 +6,7 @@ import pytest
 
 from server.comparing import assert_identical
 from server.harness import Ask, RequestFailed
-from server.specs import COMPRESSORS, CROWDED, DRAFTING, POOL_TOKENS
+from server.specs import COMPRESSORS, CROWDED, DRAFTING, POOL_TOKENS, RETRACTING
 
 CONTEXT = 8192
 ROOMY = pytest.mark.server(DRAFTING["bfloat16"])
@@ -38,16 +38,14 @@ def test_more_than_the_context(server, make_corpus):
         assert server.ask(prompt[:20], 4).finish["type"] == "length"
 
 
-@SMALL
+@pytest.mark.server(RETRACTING)
 def test_retraction_changes_nothing(server, off, make_corpus):
-    """K14: ten requests outgrow the pool again and again; big-pool answers are the reference."""
+    """K14: ten requests are retracted again and again; big-pool answers are the reference."""
     prompts = [tuple(prompt) for prompt in make_corpus().prompts(10, 50)]
-    # With ignore_eos the scheduler would keep room for all tokens from the start.
-    whole = {"ignore_eos": False, "min_new_tokens": 120}
     options = [
         {"compressor": COMPRESSORS[i % 5], "draft_len": (1, 4, 16)[i % 3]} for i in range(10)
     ]
-    asks = [Ask(prompt, 120, options[i], whole) for i, prompt in enumerate(prompts)]
+    asks = [Ask(prompt, 120, options[i]) for i, prompt in enumerate(prompts)]
     streams = server.streams(asks)
     found = [chunks[-1] for chunks in streams]
     assert_identical(found, off["bfloat16"].answers(asks))
