@@ -38,7 +38,7 @@ PAGE_SIZES = {1: DRAFTING["bfloat16"], 16: ADAPTIVE["bfloat16"], 64: DRAFTING["f
 # A pool smaller than one long request.
 POOL_TOKENS = 512
 CROWDED = ServerSpec((*FIXED, "--max-total-tokens", str(POOL_TOKENS)))
-# Somebody is retracted every so many passes (SGLang's fault injector), besides when the pool is full.
+# Somebody is retracted every 25 passes (SGLang's fault injector), besides when the pool is full.
 RETRACTING = ServerSpec(
     (*FIXED, "--max-total-tokens", "1024"),
     env=(("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "25")),
