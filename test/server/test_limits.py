@@ -52,7 +52,7 @@ def test_retraction_changes_nothing(server, off, make_corpus):
     assert sum(answer.meta["num_retractions"] for answer in found) >= 3
     assert all(len(answer.logprobs) == 120 for answer in found)
     for chunks in streams:
-        assert len(chunks) > 10
+        assert len(chunks) > 5  # one for each verify pass
         for earlier, later in itertools.pairwise(chunks):
             assert later.ids[: len(earlier.ids)] == earlier.ids
             assert later.logprobs[: len(earlier.logprobs)] == earlier.logprobs
