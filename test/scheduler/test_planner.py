@@ -47,7 +47,7 @@ def test_a_limit_that_shrinks_within_a_round_verifies():
 
 
 class StopsAtCloseCalls(FixedLength):
-    def extends(self, request, batch):
+    def extends(self, request):
         return all(margin > 1 for margin in request.margins)
 
 

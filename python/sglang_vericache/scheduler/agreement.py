@@ -52,7 +52,7 @@ class Confidence:
 
     def of(self, margin: float, prior: float) -> float:
         """Chance of a draft with ``margin``; ``prior`` is believed before any trial."""
-        return self._ranges[bisect.bisect_right(self.EDGES, margin)].mean(prior)
+        return self._range(margin).mean(prior)
 
     def best(self, prior: float) -> float:
         """The highest chance of any margin."""
@@ -61,4 +61,7 @@ class Confidence:
     def record(self, margins: Sequence[float], accepted: int) -> None:
         """Add the outcome of one verify pass over drafts with these margins."""
         for i, margin in enumerate(margins[: accepted + 1]):
-            self._ranges[bisect.bisect_right(self.EDGES, margin)].record(1, int(i < accepted))
+            self._range(margin).record(1, int(i < accepted))
+
+    def _range(self, margin: float) -> Agreement:
+        return self._ranges[bisect.bisect_right(self.EDGES, margin)]

@@ -59,7 +59,7 @@ class DraftLength(ABC):
             batch: number of running requests, at least 1.
         """
 
-    def extends(self, request: DraftState, batch: int) -> bool:
+    def extends(self, request: DraftState) -> bool:
         """Whether the round that began should draft one more token."""
         return True
 
@@ -142,7 +142,7 @@ class AdaptiveLength(DraftLength):
             return Length(probe, probe)
         return Length(0, 0)
 
-    def extends(self, request: DraftState, batch: int) -> bool:
+    def extends(self, request: DraftState) -> bool:
         state = self._requests.get(request.rid)
         if state is None or not state.drafting:  # a probe tests all its drafts
             return True

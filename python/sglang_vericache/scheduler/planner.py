@@ -47,7 +47,7 @@ class Planner:
         # Newcomers last: they fill the gaps between those whose phase is settled.
         for request in sorted(starting, key=lambda r: r.rid not in self._known):
             self._start_round(request, len(requests))
-        actions = [self._action(request, len(requests)) for request in requests]
+        actions = [self._action(request) for request in requests]
         self._wheel.advance()
         self._work = sum(map(_work, requests, actions), Work())
         return actions
@@ -73,10 +73,10 @@ class Planner:
         self._wheel.book(request.rid, shortest, length.longest)
         self._known.add(request.rid)
 
-    def _action(self, request: DraftState, batch: int) -> Action:
+    def _action(self, request: DraftState) -> Action:
         rid, wheel = request.rid, self._wheel
         cut = request.drafted > 0 and (
-            request.drafted >= request.limit or not self._length.extends(request, batch)
+            request.drafted >= request.limit or not self._length.extends(request)
         )
         # Drafts without a booking are those of a round the planner has forgotten.
         if cut or wheel.is_due(rid) or not wheel.is_booked(rid):
