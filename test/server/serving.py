@@ -31,6 +31,24 @@ SESSIONS = ServerSpec(
 )
 EOS = 2
 CHAT_EOS = "<|im_end|>"
+# A tool whose arguments even a small model finishes.
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds two numbers",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "maximum": 99},
+                "b": {"type": "integer", "maximum": 99},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 def assert_same(found: Sequence[Result], expected: Sequence[Result], asks: Iterable[Ask]) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 import sglang as sgl
 
-from server.serving import SERVING
+from server.serving import SERVING, TOOL
 
 pytestmark = pytest.mark.server(SERVING)
 CHAT = {
@@ -19,23 +19,6 @@ CHAT = {
 }
 PLAIN = {"vericache": {"enabled": False}}
 DRAFTED = {"vericache": {"compressor": "snapkv", "draft_len": 6}}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds two numbers",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "a": {"type": "integer", "maximum": 99},
-                "b": {"type": "integer", "maximum": 99},
-            },
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from server.comparing import assert_identical, plain
 from server.harness import Ask, Result
-from server.serving import CHAT_EOS, EOS, INCREMENTAL, SERVING, alternate, assert_same
+from server.serving import CHAT_EOS, EOS, INCREMENTAL, SERVING, TOOL, alternate, assert_same
 
 pytestmark = pytest.mark.server(SERVING)
 FRUITS = "mango kiwi lemon papaya banana cherry apricot grape peach plum".split()  # noqa: SIM905
@@ -216,20 +216,10 @@ def test_pieces_of_tool_arguments_add_up(server):
 
 
 def tool_body():
-    parameters = {
-        "type": "object",
-        "properties": {
-            "a": {"type": "integer", "maximum": 99},
-            "b": {"type": "integer", "maximum": 99},
-        },
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    function = {"name": "add", "strict": True, "parameters": parameters}
     return {
         "model": "m",
         "messages": [{"role": "user", "content": "What is 3 plus 4? Use the tool."}],
-        "tools": [{"type": "function", "function": function}],
+        "tools": [TOOL],
         "tool_choice": {"type": "function", "function": {"name": "add"}},
         "max_tokens": 60,
         "temperature": 0,
