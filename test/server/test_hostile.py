@@ -129,7 +129,8 @@ def test_1000_aborts(server, without_drafts, make_corpus):
         prompts[:4], alternate(4), strict=True)]  # fmt: skip
 
     def start_and_abort(i):
-        rid = f"abort-{i}"
+        # Padded: SGLang aborts every request whose id starts with the given one.
+        rid = f"abort-{i:04d}"
         ask = Ask(prompts[i % 20], 400, alternate(3)[i % 3], {}, {"rid": rid})
         body = ask.body() | {"stream": True}
         with server.post("/generate", body, stream=True) as response:
