@@ -24,6 +24,13 @@ MODES = {
 }
 
 
+TIERS = {
+    "resident": "full KV stays on the device",
+    "host": "requests that draft leave their full KV to host memory between verify passes",
+    "auto": "as resident while requests fit, as host when they do not",
+}
+
+
 @dataclass(frozen=True)
 class VeriCacheConfig:
     """Settings of VeriCache; one field per ``--vericache-*`` flag.
@@ -37,6 +44,7 @@ class VeriCacheConfig:
         min_context: adaptive mode decodes plainly below this many tokens.
         refresh: verify passes between two re-scorings of a view from the verify queries;
             0 never, None when acceptance falls.
+        tier: see ``TIERS``.
         allow_unverified: whether a request may ask for the lossy output.
         settings: further compressor settings (``Settings`` fields), as JSON.
     """
@@ -48,12 +56,17 @@ class VeriCacheConfig:
     max_draft_len: int = 16
     min_context: int = 512
     refresh: int | None = None
+    tier: str = "resident"
     allow_unverified: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"--vericache: unknown mode {self.mode!r}; supported: {list(MODES)}")
+        if self.tier not in TIERS:
+            raise ValueError(
+                f"--vericache-tier: unknown tier {self.tier!r}; supported: {', '.join(TIERS)}"
+            )
         if not 1 <= self.reserved_draft_len <= 64:
             raise ValueError(
                 "--vericache-draft-len and --vericache-max-draft-len must be in 1..64, "
@@ -79,6 +92,11 @@ class VeriCacheConfig:
     def enabled(self) -> bool:
         """Whether the server drafts at all."""
         return self.mode == "on"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether full KV may leave the device."""
+        return self.enabled and self.tier != "resident"
 
     @property
     def reserved_draft_len(self) -> int:
@@ -143,6 +161,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="auto|off|N",
         help="Re-score a draft view from the queries of verify passes: when fewer than half of its "
         "drafts were accepted, not for that reason, or after every N passes (default: auto)",
+    )
+    add(
+        "--vericache-tier",
+        choices=list(TIERS),
+        help="Where full KV is between verify passes. "
+        + "; ".join(f"{k}: {v}" for k, v in TIERS.items())
+        + f" (default: {default.tier}). Host memory is sized by --hicache-ratio or --hicache-size",
     )
     add(
         "--vericache-allow-unverified",

@@ -24,6 +24,8 @@ class Action(enum.Enum):
     """One row against the draft view; commits nothing."""
     VERIFY = "verify"
     """``k + 1`` rows against the full KV; with no drafts this is plain decoding."""
+    WAIT = "wait"
+    """Its full KV cannot be read yet: one row whose result is dropped."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ class Counters:
 
     ``drafted_at[m]`` and ``accepted_at[m]`` count the drafts at position ``m`` (0 is the first
     token of a draft) that were verified and that were accepted. ``kv_bytes_read`` counts attention
-    reads of both kinds of row.
+    reads of both kinds of row. ``offloads`` counts requests whose full KV was left to the host,
+    ``stages`` their verify passes, ``staged_tokens`` what was copied back for them, and ``waits``
+    the iterations a request waited for room to do so.
     """
 
     drafted: int = 0
@@ -126,6 +130,10 @@ class Counters:
     verify_passes: int = 0
     plain_passes: int = 0
     kv_bytes_read: int = 0
+    offloads: int = 0
+    stages: int = 0
+    staged_tokens: int = 0
+    waits: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
 

@@ -36,6 +36,11 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
         decided |= algorithm.server_arguments(config)
     for field, value in decided.items():
         setattr(server_args, field, value)
+    if config.offloads:
+        use_host_tier(server_args)
+    if shims.needed() and server_args.enable_hierarchical_cache:
+        server_args.hicache_io_backend = "direct"
+        server_args.hicache_mem_layout = "layer_first"
     open_fields: dict[str, Any] = {"max_running_requests": MAX_RUNNING_REQUESTS}
     if shims.needed():
         if server_args.enable_deterministic_inference:
@@ -55,3 +60,19 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
     for field, value in open_fields.items():
         if getattr(server_args, field) is None:
             setattr(server_args, field, value)
+
+
+def use_host_tier(server_args: Any) -> None:
+    """Fields of SGLang's HiCache, which keeps full KV in host memory.
+
+    Raises:
+        ValueError: a flag contradicts ``--vericache-tier``.
+    """
+    from sglang_vericache.mem_cache.tiered import NAME
+
+    if server_args.disable_radix_cache:
+        raise ValueError("--vericache-tier needs the radix cache; leave out --disable-radix-cache")
+    if server_args.radix_cache_backend not in (None, NAME):
+        raise ValueError(f"--radix-cache-backend: --vericache-tier needs its own, {NAME}")
+    server_args.radix_cache_backend = NAME
+    server_args.enable_hierarchical_cache = True

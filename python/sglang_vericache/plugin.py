@@ -22,11 +22,13 @@ def register() -> None:
         from sglang.srt.entrypoints.engine import Engine
 
         from sglang_vericache.attention.backend import register_backend
+        from sglang_vericache.mem_cache import tiered
         from sglang_vericache.speculative.algorithm import register_algorithm
 
         entries = table()
         register_algorithm(check=hooks.assert_applied)
         register_backend()
+        tiered.register()
         Engine.server_args_class = staticmethod(engine_server_args)
         hooks.register(entries)
     except Exception as error:
@@ -37,6 +39,7 @@ def register() -> None:
 def table() -> tuple[Hook, ...]:
     """Every hook of this package into SGLang."""
     from sglang_vericache.entrypoints import admission, status
+    from sglang_vericache.mem_cache import reserve
     from sglang_vericache.platform import allocation, model
     from sglang_vericache.sampling import hooks as sampling
     from sglang_vericache.speculative import algorithm, sessions, zero_commit
@@ -62,6 +65,7 @@ def table() -> tuple[Hook, ...]:
         *sampling.HOOKS,
         *model.HOOKS,
         *allocation.HOOKS,
+        *reserve.HOOKS,
         *admission.HOOKS,
         *status.HOOKS,
     )

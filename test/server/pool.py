@@ -8,7 +8,7 @@ from collections import OrderedDict
 from server.harness import LiveServer, ServerSpec
 from servers import ServerFailed
 
-# How many servers may be alive; a second one serves as the reference of comparisons.
+# How many servers may be alive: the one tested, and references of comparisons.
 LIMIT = "VERICACHE_TEST_SERVERS"
 # Variables for every server, as "NAME=VALUE NAME=VALUE", e.g. SGLang's fault injectors.
 EXTRA_ENV = "VERICACHE_TEST_SERVER_ENV"
@@ -20,7 +20,7 @@ class ServerPool:
     """Servers by specification; the least recently used one is stopped to make room."""
 
     def __init__(self) -> None:
-        self.limit = int(os.environ.get(LIMIT, "2"))
+        self.limit = int(os.environ.get(LIMIT, "3"))
         if self.limit < 1:
             raise ValueError(f"{LIMIT} must be at least 1, not {self.limit}")
         words = os.environ.get(EXTRA_ENV, "").split()

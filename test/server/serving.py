@@ -1,4 +1,4 @@
-"""Servers of the tests of what requests ask for: one for nearly all, one that streams deltas."""
+"""Servers of the tests of what requests ask for: one for nearly all, one with other outputs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ _FLAGS = (
     *("--vericache-draft-len", str(MAX_DRAFT_LEN), "--vericache-refresh", "1"),
 )
 SERVING = ServerSpec((*_FLAGS, "--enable-custom-logit-processor", "--tool-call-parser", "qwen25"))
-# Every chunk holds what is new only, and thoughts are told from the answer.
-INCREMENTAL = ServerSpec((*_FLAGS, "--incremental-streaming-output", "--reasoning-parser", "qwen3"))
-# Sessions that keep their KV between turns; a request for too many tokens is cut.
-SESSIONS = ServerSpec(
+# Another one for what changes every answer: chunks hold what is new only, thoughts are told apart,
+# sessions keep their KV between turns, and a request for too many tokens is cut.
+INCREMENTAL = ServerSpec(
     (
         *_FLAGS,
-        "--enable-streaming-session",
-        "--allow-auto-truncate",
-        "--vericache-allow-unverified",
+        *("--incremental-streaming-output", "--reasoning-parser", "qwen3"),
+        *("--enable-streaming-session", "--allow-auto-truncate", "--vericache-allow-unverified"),
     )
 )
 EOS = 2

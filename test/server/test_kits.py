@@ -32,7 +32,7 @@ from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from server.serving import SERVING, SESSIONS
+from server.serving import INCREMENTAL, SERVING
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 pytestmark = pytest.mark.server(SERVING)
@@ -60,12 +60,14 @@ class KitCase(unittest.TestCase):
     """Gives a kit our server; it must have drafted unless ``drafts`` says otherwise."""
 
     drafts = True
+    ran = False
     drafted = 0
 
     @pytest.fixture(autouse=True, scope="class")
     def _kit_drafted(self, request):
         yield
-        assert request.cls.drafted or not request.cls.drafts, "the kit ran without drafts"
+        kit = request.cls
+        assert kit.drafted or not (kit.drafts and kit.ran), "the kit ran without drafts"
 
     @pytest.fixture(autouse=True)
     def _kit_server(self, server):
@@ -75,6 +77,7 @@ class KitCase(unittest.TestCase):
         case.process = Process(server.process.pid)
         case.tokenizer = get_tokenizer(case.model)
         before = server.counters()["drafted"]
+        case.ran = True
         yield
         case.drafted += server.counters()["drafted"] - before
 
@@ -164,7 +167,7 @@ class TestUnifiedRadixCache(UnifiedRadixTreeTestMixin, KitCase):
         type(self).input_ids = make_corpus().prompts(4, 256)
 
 
-@pytest.mark.server(SESSIONS)
+@pytest.mark.server(INCREMENTAL)
 class TestStreamingSession(StreamingSessionKitMixin, KitCase):
     test_leak_logprob_concurrent = slow(StreamingSessionKitMixin.test_leak_logprob_concurrent)
     test_stress_concurrent_sessions = slow(StreamingSessionKitMixin.test_stress_concurrent_sessions)

@@ -4,9 +4,9 @@ import pytest
 
 from server.comparing import assert_identical
 from server.harness import Ask
-from server.serving import SESSIONS
+from server.serving import INCREMENTAL
 
-pytestmark = pytest.mark.server(SESSIONS)
+pytestmark = pytest.mark.server(INCREMENTAL)
 
 
 def open_session(server):

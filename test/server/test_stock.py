@@ -19,7 +19,7 @@ def asks(make_corpus):
     rng, corpus = random.Random(5), make_corpus()
     top_two = {"top_logprobs_num": 2}
     return [
-        Ask(tuple(corpus.prompt(rng.randint(20, 200))), TOKENS, fields=top_two) for _ in range(100)
+        Ask(tuple(corpus.prompt(rng.randint(16, 100))), TOKENS, fields=top_two) for _ in range(100)
     ]
 
 

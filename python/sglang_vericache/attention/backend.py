@@ -68,6 +68,15 @@ class VeriCacheAttentionBackend(AttentionBackend):
             captured=rows.captured,
         )
 
+    def wait_for_kv(self) -> None:
+        """Wait until all layers' KV that this pass loads from the host is there.
+
+        For a pass that does not ask the pool for the buffers of one layer after the other.
+        """
+        counter = self.pool.layer_transfer_counter
+        if counter is not None:
+            counter.wait_until(counter.num_layers - 1)
+
     def keep_queries(self, queries: list[Tensor]) -> None:
         """Keep captured queries, ``[n, HQ, D]`` for each layer, for ``take_queries``."""
         self._queries = queries

@@ -17,6 +17,10 @@ TOTALS = {
     "verify_passes": "Verify passes: a request's drafts against its full KV.",
     "plain_passes": "Passes of a request over its full KV without drafts.",
     "kv_bytes_read": "Bytes of KV cache read by attention in decoding.",
+    "offloads": "Times a request left its full KV to host memory.",
+    "stages": "Verify passes of such requests.",
+    "staged_tokens": "Tokens whose KV was copied back from host memory for those.",
+    "waits": "Iterations that such a request waited for room on the device.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}
 # The same by place in the draft, label ``position`` from 0.

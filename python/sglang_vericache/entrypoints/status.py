@@ -94,6 +94,10 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "plain_passes": total.plain_passes,
         "committed": total.accepted + passes,
         "kv_bytes_read": total.kv_bytes_read,
+        "offloads": total.offloads,
+        "stages": total.stages,
+        "staged_tokens": total.staged_tokens,
+        "waits": total.waits,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
         },

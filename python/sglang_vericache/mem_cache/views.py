@@ -1,17 +1,23 @@
 """Where draft views live: lists of KV slots, one block per request row, in one flat tensor.
 
-A view is zero-copy: it names slots of SGLang's own KV pool, which the radix tree keeps locked while
-the request runs. What was generated since the view was chosen is not listed; readers add that run
-of ``req_to_token`` themselves.
+A view names slots of SGLang's own KV pool. It is zero-copy while the radix tree keeps the slots of
+the request's full KV locked; the listed tokens of a request that gives those up are copied
+(``relocate``). What was generated since the view was chosen is not listed; readers add that run of
+``req_to_token`` themselves.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglang_vericache.attention.rows import ViewLists
 from sglang_vericache.core import DraftView
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 class ViewStore:
@@ -67,6 +73,32 @@ class ViewStore:
             count = positions.shape[1]
             self.indices[row, layer, :, :count] = slots[positions.long()]
             self.length[layer, row] = count
+
+    def relocate(self, row: int, pool: KVCache, slots: Tensor) -> None:
+        """Copy what a filed view lists to slots of its own, and list those.
+
+        Args:
+            row: the request's row of ``req_to_token``.
+            pool: keys and values of all layers.
+            slots: int64 ``[n]``, at least as many as the longest list of the row; entry ``j`` holds
+                the j-th listed token of every layer and head.
+        """
+        for layer in range(self.indices.shape[1]):
+            lists = self.indices[row, layer]
+            count = int(self.length[layer, row, 0])
+            source, target = lists[:, :count].long(), slots[:count]
+            for buffer in pool.get_kv_buffer(pool.start_layer + layer):
+                # [Hv, n] lists pick a head each, or one list all heads.
+                if source.shape[0] == 1:
+                    buffer[target] = buffer[source[0]]
+                else:
+                    heads = torch.arange(source.shape[0], device=source.device)[:, None]
+                    buffer[target] = buffer[source, heads].transpose(0, 1)
+            lists[:, :count] = target.int()
+
+    def longest(self, row: int) -> int:
+        """Tokens in the longest list of a filed view."""
+        return int(self.length[:, row].max())
 
     def lists(self, req_row: Tensor, drafting: Tensor) -> ViewLists:
         """Kernel arguments for one pass.

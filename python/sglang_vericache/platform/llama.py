@@ -75,6 +75,7 @@ def install(model: Any, backend: Callable[[], VeriCacheAttentionBackend]) -> Non
             return stock(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         hidden = stack.embed_tokens(input_ids) if input_embeds is None else input_embeds.clone()
         attention = backend()
+        attention.wait_for_kv()
         hidden, queries = decoder().forward(
             hidden, positions, forward_batch.out_cache_loc, attention.decoder_rows()
         )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang_vericache.platform import hicache
 from sglang_vericache.platform.bootstrap import has_nvidia_driver
 
 
@@ -78,6 +79,12 @@ SHIMS = (
         "defaults of torch, OpenMP and SGLang suit machines with a GPU",
         _environment_set,
         _set_environment,
+    ),
+    Shim(
+        "host tier",
+        "HiCache registers memory with CUDA and copies with its kernels and streams",
+        hicache.installed,
+        hicache.install,
     ),
     Shim(
         "eager sampling helpers",

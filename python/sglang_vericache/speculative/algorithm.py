@@ -136,7 +136,6 @@ def refuse_unsupported(server_args: Any) -> None:
         "--pp-size above 1": (server_args.pp_size or 1) > 1,
         "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
         "--enable-mixed-chunk": server_args.enable_mixed_chunk,
-        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
         "--dllm-algorithm": server_args.dllm_algorithm,
         # Tokenizer workers load no plugins, so they would not check requests.
         "--tokenizer-worker-num above 1": (server_args.tokenizer_worker_num or 1) > 1,

@@ -16,6 +16,7 @@ from sglang_vericache.scheduler import Planner
 from sglang_vericache.speculative.ragged_input import RaggedInput
 from sglang_vericache.speculative.ragged_pass import RaggedPass
 from sglang_vericache.speculative.state import Requests, RequestState
+from sglang_vericache.speculative.tiers import Tiers
 from sglang_vericache.speculative.views import ViewChooser
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class VeriCacheWorker(BaseSpecWorker):
         self.slots = config.reserved_draft_len + 1
         self.requests = Requests(config)
         self.counters = Counters()
+        self.tiers: Tiers | None = None
         self.planner = (
             Planner.adaptive(config.max_draft_len)
             if config.draft_len is None
@@ -70,6 +72,9 @@ class VeriCacheWorker(BaseSpecWorker):
         """One iteration: prefill as stock, or plan, forward, settle, commit."""
         if not batch.forward_mode.is_decode():
             return self._prefill(batch)
+        if self.config.offloads and self.tiers is None:
+            always = self.config.tier == "host"
+            self.tiers = Tiers(batch.tree_cache, self.chooser, always, self.counters)
         step = self._plan(batch)
         started = time.perf_counter()
         output = self._forward(batch, step)
@@ -103,13 +108,21 @@ class VeriCacheWorker(BaseSpecWorker):
         chosen = [actions.get(id(s), Action.DRAFT) for s in states]
         for state, action in zip(states, chosen, strict=True):
             if action is Action.DRAFT and not state.has_view:
-                self.chooser.choose(state)
+                self._choose_view(state)
+        if self.tiers is not None:
+            chosen, batch.hicache_consumer_index = self.tiers.arrange(states, chosen)
         captures = [
             action is Action.VERIFY and bool(state.drafts) and self._wants_queries(state)
             for state, action in zip(states, chosen, strict=True)
         ]
         store = self.chooser.store
         return RaggedPass.build(states, chosen, captures, batch.req_pool_indices, store)
+
+    def _choose_view(self, state: RequestState) -> None:
+        if self.tiers is None:
+            self.chooser.choose(state)
+        else:
+            self.tiers.choose_view(state)
 
     def _wants_queries(self, state: RequestState) -> bool:
         return self.chooser.query_rows > 0 and (self.config.refresh != 0 or not state.queries)
@@ -133,8 +146,10 @@ class VeriCacheWorker(BaseSpecWorker):
         captured = 0
         for i, (state, action) in enumerate(zip(step.states, step.actions, strict=True)):
             run, accepted = settled.tokens[i], settled.accept_len[i]
-            keys = state.draft_keys if action is Action.DRAFT else state.committed + 1
+            keys = state.committed + 1 if action is Action.VERIFY else state.draft_keys
             self.counters.kv_bytes_read += int(keys * self.chooser.bytes_per_key)
+            if action is Action.WAIT:
+                continue
             if accepted == 0:
                 state.drafts.append(run[0])
                 if i in margins:

@@ -1,0 +1,186 @@
+"""SGLang's radix tree, with the full KV of running requests on the host between verify passes.
+
+A request that drafts from a compressed copy reads its full KV only when it verifies. Stock requests
+lock their nodes on the device while they run; here such a request may hold its nodes on the host
+only (``offload``), get them back for one pass (``stage``) and give the device slots up again
+(``release``). Slots given up stay where they are until somebody needs them, as any cached prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    create_unified_radix_cache,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+NAME = "vericache"
+
+
+@dataclass
+class Holding:
+    """What a request with an offloaded prefix holds.
+
+    Attributes:
+        slots: int64, device slots of its compressed copy.
+        node: end of the prefix whose host copy it locks.
+        host_lock: receipt of that lock.
+        staged: whether the prefix is locked on the device now.
+    """
+
+    slots: Tensor
+    node: int
+    host_lock: DecLockRefParams
+    staged: bool
+
+
+class TieredCache(UnifiedRadixCache):
+    """The tree and, for each request with an offloaded prefix, its ``Holding``."""
+
+    def __init__(self, params: Any):
+        super().__init__(params)
+        self.holdings: dict[Req, Holding] = {}
+        # Tokens of the smallest prefix that found no room in the last iteration.
+        self.unstaged = 0
+
+    def allocate(self, tokens: int) -> Tensor | None:
+        """Device slots for a compressed copy, evicting cached prefixes; None if there is no room.
+
+        Returns:
+            int64 ``[n]``, ``n >= tokens`` a multiple of the page size.
+        """
+        size = -(-tokens // self.page_size) * self.page_size
+        allocator = self.token_to_kv_pool_allocator
+        missing = size - allocator.available_size()
+        if missing > 0:
+            self.evict_for_alloc(EvictParams(num_tokens=missing))
+        found: Tensor | None = allocator.alloc(size)
+        return None if found is None else found.long()
+
+    def can_offload(self, req: Req) -> bool:
+        """Whether the tree owns a prefix of the request, and the request may enter it."""
+        return (
+            req.session is None
+            and not req.skip_radix_cache_insert
+            and req.kv.cache_protected_len > 0
+        )
+
+    def publish(self, req: Req) -> None:
+        """Insert all committed KV of a request whose prefix is locked on the device."""
+        req.refresh_fill_ids()
+        self.checkpoint(req, up_to=req.kv.kv_committed_len)
+
+    def offload(self, req: Req, slots: Tensor) -> bool:
+        """Leave the prefix of a request that is on the device to its host copy.
+
+        Args:
+            req: a request for which ``can_offload`` holds.
+            slots: of its compressed copy, from ``allocate``; freed when the request ends.
+
+        Returns:
+            Whether it is done; if the host pool has no room everything stays as it is, and
+            ``slots`` are the caller's.
+        """
+        if not self._back_up(req.last_node):
+            return False
+        lock = self.inc_host_lock_ref(req.last_node).to_dec_params()
+        self._drop(req)
+        self.holdings[req] = Holding(slots, req.last_node, lock, staged=True)
+        self.release(req)
+        return True
+
+    def release(self, req: Req) -> None:
+        """Give up the device slots of an offloaded prefix."""
+        self.holdings[req].staged = False
+        self.unlock(req.lock)
+        req.lock = None
+        # Its row names no slots of the prefix now, so it can enter the tree only when staged.
+        req.skip_radix_cache_insert = True
+        self._row(req).zero_()
+
+    def stage(self, req: Req) -> int | None:
+        """Bring an offloaded prefix to the device and lock it there.
+
+        The copy is queued; ``ready_to_load_host_cache`` starts it.
+
+        Returns:
+            Tokens to be copied, 0 if all are still on the device; None without room for them.
+        """
+        holding = self.holdings[req]
+        loaded = 0
+        if self.tree_core.is_full_device_evicted(holding.node):
+            if not self.load_back(holding.node):
+                size = req.kv.cache_protected_len
+                self.unstaged = min(self.unstaged, size) if self.unstaged else size
+                return None
+            loaded = len(self.cache_controller.load_queue[-1].device_indices)
+        req.lock = self.lock(holding.node)
+        req.skip_radix_cache_insert = False
+        holding.staged = True
+        row = self._row(req)
+        row.copy_(self.path_device_indices(holding.node)[: row.shape[0]])
+        return loaded
+
+    def staging_reserve(self) -> int:
+        """Slots that the largest prefix that is not on the device needs for its verify pass."""
+        sizes = [req.kv.cache_protected_len for req in self.holdings if self.is_offloaded(req)]
+        return max(sizes, default=0)
+
+    def is_offloaded(self, req: Req) -> bool:
+        """Whether the request's full KV may be missing on the device."""
+        holding = self.holdings.get(req)
+        return holding is not None and not holding.staged
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """Also free what an ended or retracted request held."""
+        super().on_release(req, checkpointed=checkpointed)
+        if self._drop(req):
+            req.skip_radix_cache_insert = False
+
+    def protected_size(self) -> int:
+        """Slots that cannot be evicted: locked nodes and compressed copies."""
+        return int(super().protected_size()) + self.compressed_size()
+
+    def compressed_size(self) -> int:
+        """Slots of compressed copies."""
+        return sum(len(holding.slots) for holding in self.holdings.values())
+
+    def _row(self, req: Req) -> Tensor:
+        table = self.req_to_token_pool.req_to_token
+        row: Tensor = table[req.kv.req_pool_idx, : req.kv.cache_protected_len]
+        return row
+
+    def _back_up(self, node: int) -> bool:
+        """Copy a node and its ancestors to the host, unless they are there; False without room."""
+        if not self.is_backuped(node):
+            self._execute_and_commit_kv_backup(self.tree_core.build_backup_kv_action(node))
+            self.flush_pending_backups()
+        return bool(self.is_backuped(node))
+
+    def _drop(self, req: Req) -> bool:
+        holding = self.holdings.pop(req, None)
+        if holding is None:
+            return False
+        self.dec_host_lock_ref(holding.node, holding.host_lock)
+        self.token_to_kv_pool_allocator.free(holding.slots)
+        return True
+
+
+def build(ctx: TreeCacheBuildContext) -> Any:
+    """Factory for ``--radix-cache-backend vericache``."""
+    return create_unified_radix_cache(ctx, cache_class=TieredCache)
+
+
+def register() -> None:
+    if get_radix_cache_factory(NAME) is None:
+        register_radix_cache_backend(NAME, build)

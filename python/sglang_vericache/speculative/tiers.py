@@ -1,0 +1,93 @@
+"""Which running requests leave their full KV to the host, and when they get it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sglang_vericache.core import Action, Counters
+from sglang_vericache.mem_cache.tiered import TieredCache
+
+if TYPE_CHECKING:
+    from sglang_vericache.speculative.state import RequestState
+    from sglang_vericache.speculative.views import ViewChooser
+
+# ``auto`` offloads while less than this share of the device's slots is free or evictable.
+LOW_WATER = 0.25
+
+
+class Tiers:
+    """Moves full KV between device and host around the passes of the decode loop.
+
+    Args:
+        cache: holds both copies.
+        chooser: files the views that drafts read.
+        always: offload every request that drafts, not only when the device gets full.
+        counters: counts what is moved.
+    """
+
+    def __init__(
+        self, cache: TieredCache, chooser: ViewChooser, always: bool, counters: Counters
+    ) -> None:
+        self._cache, self._chooser, self._always = cache, chooser, always
+        self._counters = counters
+
+    def choose_view(self, state: RequestState) -> None:
+        """Choose a view of a request whose full KV is on the device, and offload it if due."""
+        offloads = self._wants(state)
+        if offloads:
+            self._cache.publish(state.req)  # may move KV to slots the tree had
+        self._chooser.choose(state)
+        if offloads and state.view_length:
+            self._offload(state)
+
+    def arrange(
+        self, states: Sequence[RequestState], actions: Sequence[Action]
+    ) -> tuple[list[Action], int]:
+        """Bring the full KV of verifying requests to the device.
+
+        Returns:
+            The actions, with ``WAIT`` for those that found no room, and the index of the started
+            copies for ``ScheduleBatch.hicache_consumer_index``.
+        """
+        cache, holdings = self._cache, self._cache.holdings
+        arranged = list(actions)
+        for state, action in zip(states, actions, strict=True):
+            held = holdings.get(state.req)
+            if action is Action.DRAFT and held is not None and held.staged:
+                cache.release(state.req)
+        cache.unstaged = 0
+        for i, (state, action) in enumerate(zip(states, actions, strict=True)):
+            if action is not Action.VERIFY or not cache.is_offloaded(state.req):
+                continue
+            loaded = cache.stage(state.req)
+            if loaded is None:
+                arranged[i] = Action.WAIT
+                self._counters.waits += 1
+                continue
+            self._counters.stages += 1
+            self._counters.staged_tokens += loaded
+        return arranged, cache.ready_to_load_host_cache()
+
+    def _wants(self, state: RequestState) -> bool:
+        if state.unverified or state.limit == 0 or not self._cache.can_offload(state.req):
+            return False
+        return self._always or state.req in self._cache.holdings or self._is_low()
+
+    def _is_low(self) -> bool:
+        allocator = self._cache.token_to_kv_pool_allocator
+        left = allocator.available_size() + self._cache.evictable_size()
+        return left < LOW_WATER * allocator.size
+
+    def _offload(self, state: RequestState) -> None:
+        store = self._chooser.store
+        slots = self._cache.allocate(store.longest(state.row))
+        if slots is None:
+            return
+        store.relocate(state.row, self._chooser.pool, slots)
+        if self._cache.offload(state.req, slots):
+            self._counters.offloads += 1
+        else:
+            # Its copy stays valid, but would belong to nobody.
+            self._cache.token_to_kv_pool_allocator.free(slots)
+            self._chooser.choose(state)
