@@ -22,12 +22,14 @@ class Stream:
         counts: tokens received up to and including each chunk.
         ids: token ids of the answer; empty where the API does not give them.
         cached: prompt tokens that the server took from its prefix cache.
+        retractions: how often SGLang threw the request's KV away for want of room.
     """
 
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     cached: int = 0
+    retractions: int = 0
 
     @property
     def tokens(self) -> int:
@@ -70,6 +72,7 @@ async def _stream_generate(
             stream.received(len(event["output_ids"]))
             stream.ids = event["output_ids"]
             stream.cached = event["meta_info"]["cached_tokens"]
+            stream.retractions = event["meta_info"].get("num_retractions") or 0
     return stream
 
 

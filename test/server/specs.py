@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from server.harness import ServerSpec
 
@@ -42,6 +43,28 @@ CROWDED = ServerSpec((*FIXED, "--max-total-tokens", str(POOL_TOKENS)))
 RETRACTING = ServerSpec(
     (*FIXED, "--max-total-tokens", "1024"),
     env=(("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "25")),
+)
+# Full KV on the host between verify passes. The device holds the contexts of two or three requests,
+# the host those of many.
+TIER_TOKENS = 2560
+_TIER = (*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12")
+TIERED = {
+    "bfloat16": ServerSpec((*_TIER, "--vericache-tier", "host")),
+    "float32": ServerSpec((*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")),
+}
+# Only under pressure, with adaptive draft lengths.
+TIERED_AUTO = ServerSpec(
+    (
+        *(*AUTO, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12"),
+        *("--vericache-tier", "auto"),
+    )
+)
+# Copies that start up to 20 ms late, layer by layer.
+SABOTEUR_PATH = str(Path(__file__).parent / "saboteur")
+TIERED_LATE = ServerSpec(
+    (*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12")
+    + ("--vericache-tier", "host"),
+    env=(("PYTHONPATH", SABOTEUR_PATH), ("SABOTEUR_COPY_DELAY", "0.02")),
 )
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(

@@ -5,17 +5,14 @@ The server carries the plugin of ``saboteur/``, which acts on requests with cert
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from server.comparing import assert_identical, difference
 from server.harness import Ask
-from server.specs import DRAFTING
+from server.specs import DRAFTING, SABOTEUR_PATH
 
-SABOTEUR = replace(
-    DRAFTING["bfloat16"], env=(("PYTHONPATH", str(Path(__file__).parent / "saboteur")),)
-)
+SABOTEUR = replace(DRAFTING["bfloat16"], env=(("PYTHONPATH", SABOTEUR_PATH),))
 MARK = "saboteur:"
 pytestmark = pytest.mark.server(SABOTEUR)
 

@@ -33,10 +33,11 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
     """State of one scheduler as JSON-ready values.
 
     Returns:
-        ``counters`` (raw, see ``merged_counters``), ``phases`` (verify passes booked for each of
-        the coming iterations), ``running`` (requests with the drafts they hold, the most they may
-        hold, and how many of how many tokens their view keeps) and ``cost_seconds`` (what the
-        planner believes each unit of work costs).
+        ``tiers`` (tokens by place, see ``TieredCache.usage``; null while full KV never leaves the
+        device), ``counters`` (raw, see ``merged_counters``), ``phases`` (verify passes booked for
+        each of the coming iterations), ``running`` (requests with the drafts they hold, the most
+        they may hold, and how many of how many tokens their view keeps) and ``cost_seconds`` (what
+        the planner believes each unit of work costs).
     """
     # NOTE: no asdict: it makes a Counter of the items of a Counter. Lists, because msgpack and JSON
     # want strings as keys.
@@ -62,6 +63,7 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
         "phases": worker.planner.phases(),
         "running": running,
         "cost_seconds": dict(zip(COST_TERMS, costs, strict=True)),
+        "tiers": None if worker.tiers is None else worker.tiers.usage(),
     }
 
 

@@ -53,6 +53,11 @@ class TieredCache(UnifiedRadixCache):
         # Tokens of the smallest prefix that found no room in the last iteration.
         self.unstaged = 0
 
+    def init_hicache(self, server_args: Any, params: Any) -> None:
+        """Set up the host pool; prefixes of any length come back from it."""
+        super().init_hicache(server_args, params)
+        self.load_back_threshold = 1
+
     def allocate(self, tokens: int) -> Tensor | None:
         """Device slots for a compressed copy, evicting cached prefixes; None if there is no room.
 
@@ -154,6 +159,26 @@ class TieredCache(UnifiedRadixCache):
     def compressed_size(self) -> int:
         """Slots of compressed copies."""
         return sum(len(holding.slots) for holding in self.holdings.values())
+
+    def usage(self) -> dict[str, int]:
+        """What is where now, in tokens of full KV (a compressed copy of n slots counts n).
+
+        ``device``: all slots, of which ``device_free`` hold nothing, ``device_evictable`` a cached
+        prefix nobody reads, ``compressed`` copies; the others are read by requests. ``host``: all
+        slots of the host pool, of which ``host_free`` hold nothing. ``offloaded`` requests have
+        their full KV on the host, ``staged`` ones have it on the device for a pass.
+        """
+        allocator, host = self.token_to_kv_pool_allocator, self.cache_controller.mem_pool_host
+        return {
+            "device": allocator.size,
+            "device_free": allocator.available_size(),
+            "device_evictable": self.evictable_size(),
+            "compressed": self.compressed_size(),
+            "host": host.logical_size,
+            "host_free": host.available_size(),
+            "offloaded": sum(not held.staged for held in self.holdings.values()),
+            "staged": sum(held.staged for held in self.holdings.values()),
+        }
 
     def _row(self, req: Req) -> Tensor:
         table = self.req_to_token_pool.req_to_token

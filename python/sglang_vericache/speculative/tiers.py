@@ -69,6 +69,10 @@ class Tiers:
             self._counters.staged_tokens += loaded
         return arranged, cache.ready_to_load_host_cache()
 
+    def usage(self) -> dict[str, int]:
+        """See ``TieredCache.usage``."""
+        return self._cache.usage()
+
     def _wants(self, state: RequestState) -> bool:
         if state.unverified or state.limit == 0 or not self._cache.can_offload(state.req):
             return False

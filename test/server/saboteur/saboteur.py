@@ -5,11 +5,17 @@ It acts on requests by their id and tells on its process's output what it saw:
 - ``perturb-...``: doubles one K row (of ``POSITION``, in ``LAYER``) before each decode pass;
 - ``script-A,B,...``: in round r draws a wrong token at the r-th (cyclic) draft position listed, so
   that the verify pass must accept exactly the drafts before it; prints a line for every pass.
+
+With ``SABOTEUR_COPY_DELAY`` (seconds) in the environment every copy between host and device of one
+layer starts late, by a random time up to that.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -17,6 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 POSITION, LAYER = 7, 11
 MARK = "saboteur:"
+COPY_DELAY = "SABOTEUR_COPY_DELAY"
 _WORKER = "sglang_vericache.speculative.worker.VeriCacheWorker"
 _rounds: Counter[str] = Counter()
 
@@ -25,6 +32,23 @@ def register() -> None:
     """Entry point; runs in every process of the server."""
     HookRegistry.register(f"{_WORKER}._forward", perturb, HookType.BEFORE)
     HookRegistry.register(f"{_WORKER}._commit", misdraft, HookType.BEFORE)
+    if delay := float(os.environ.get(COPY_DELAY, "0")):
+        delay_copies(delay)
+
+
+def delay_copies(most: float) -> None:
+    """Let every copy of a layer start up to ``most`` seconds late, on the thread that copies."""
+    from sglang.srt.mem_cache.pool_host import mha
+
+    from sglang_vericache.platform import streams
+
+    copy = mha.transfer_kv_direct
+
+    def late(**kwargs: Any) -> None:
+        streams.current_stream().launch(lambda: time.sleep(random.uniform(0, most)))
+        copy(**kwargs)
+
+    mha.transfer_kv_direct = late
 
 
 def perturb(self: Any, batch: Any, step: Any) -> None:

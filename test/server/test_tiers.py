@@ -1,0 +1,193 @@
+"""X0 and X1 with full KV on the host between verify passes, and what may go wrong on the way.
+
+The device of these servers holds the contexts of two or three requests, so that most verify passes
+find their full KV on the host only; every test asserts that copies were made.
+"""
+
+import random
+import threading
+
+import pytest
+
+from server.comparing import assert_identical
+from server.harness import Ask
+from server.serving import TOOL
+from server.specs import COMPRESSORS, TIER_TOKENS, TIERED, TIERED_AUTO, TIERED_LATE
+
+CONTEXT = 700
+FORCED = [
+    pytest.param(dtype, id=dtype, marks=pytest.mark.server(spec)) for dtype, spec in TIERED.items()
+]
+HOST = pytest.mark.server(TIERED["bfloat16"])
+
+
+def asks(make_corpus, count, tokens, context=CONTEXT, first=0):
+    """Prompts that only fit together without their full KV; compressors and lengths in turn."""
+    prompts = make_corpus().prompts(first + count, context)[first:]
+    assert count * context > 2 * TIER_TOKENS or count == 1
+    return [
+        Ask(tuple(prompt), tokens, {"compressor": COMPRESSORS[i % 5], "draft_len": 3 + i % 6})
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def moved(server, before):
+    """Change of the counters since ``before``, after asserting that host copies were used."""
+    after = server.counters()
+    change = {name: after[name] - before[name] for name in ("offloads", "stages", "staged_tokens")}
+    assert min(change.values()) > 0, change
+    return change
+
+
+@pytest.mark.parametrize("dtype", FORCED)
+def test_nothing_changes(dtype, server, off, make_corpus):
+    """X0 and X1, cold and from the host, and nobody is retracted (Z6)."""
+    given = asks(make_corpus, 8, 40)
+    before = server.counters()
+    seen = []
+    running = [server.submit(ask) for ask in given]
+    while not all(each.done() for each in running):
+        seen.append(server.get("/vericache")["ranks"][0]["tiers"])
+    found = [each.result() for each in running]
+    assert_identical(found, off[dtype].answers(given))
+    assert moved(server, before)["staged_tokens"] > 2 * CONTEXT
+    assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
+    assert not any(a.meta["num_retractions"] for a in found)
+    most = max(tiers["offloaded"] + tiers["staged"] for tiers in seen)
+    assert most * CONTEXT > TIER_TOKENS, "no more requests ran than fit with their full KV"
+    assert all(t["compressed"] + t["device_free"] <= t["device"] == TIER_TOKENS for t in seen)
+
+    again = server.concurrently(given)
+    assert_identical(again, found)
+    details = [answer.meta["cached_tokens_details"] or {} for answer in again]
+    assert any(d.get("host", 0) > 0 and d["device"] == 0 for d in details), details
+
+
+@pytest.mark.server(TIERED_AUTO)
+def test_under_pressure_only(server, off, make_corpus):
+    """One request stays resident; eight do not, and are not retracted."""
+    given = asks(make_corpus, 8, 48)
+    given = [Ask(ask.prompt, ask.tokens, {}) for ask in given]
+    before = server.counters()
+    assert_identical([server.answer(given[0])], off["bfloat16"].answers(given[:1]))
+    assert server.counters()["offloads"] == before["offloads"]
+    found = server.concurrently(given)
+    assert_identical(found, off["bfloat16"].answers(given))
+    assert not any(a.meta["num_retractions"] for a in found)
+
+
+@HOST
+def test_decoding_from_the_host_alone(server, off, make_corpus):
+    """E9, Z8: the prompt is on the host only when it is asked for; usage counts all of it."""
+    first, *others = asks(make_corpus, 8, 32)
+    server.answer(first)
+    server.concurrently(others)  # push it off the device
+    before = server.counters()
+    again = server.answer(first)
+    assert again.meta["cached_tokens_details"] == {"device": 0, "host": CONTEXT - 1}
+    assert again.meta["prompt_tokens"] == CONTEXT
+    assert_identical([again], off["bfloat16"].answers([first]))
+    assert server.counters()["offloads"] > before["offloads"]
+
+
+@HOST
+def test_a_tool_call_after_a_round_trip(server, make_corpus, tokenizer):
+    """H1: device, host, device, then arguments of a tool."""
+    text = tokenizer.decode(make_corpus().prompt(CONTEXT))
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": text + "\nWhat is 3 plus 4? Use the tool."}],
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    plain = {"custom_params": {"vericache": {"enabled": False}}}
+    expected, *_ = [server.post("/v1/chat/completions", body | plain).json()]
+    server.concurrently(asks(make_corpus, 8, 2, first=1))
+    found = server.post("/v1/chat/completions", body).json()
+    message = found["choices"][0]["message"]
+    assert message["tool_calls"]
+    assert message == expected["choices"][0]["message"] | {"tool_calls": message["tool_calls"]}
+    calls = [m["choices"][0]["message"]["tool_calls"][0]["function"] for m in (found, expected)]
+    assert calls[0] == calls[1]
+
+
+@HOST
+def test_two_views_of_one_prefix(server, off, make_corpus):
+    """Z8: requests share a prefix on the host and draft from different views of it."""
+    corpus = make_corpus()
+    shared = tuple(corpus.prompt(CONTEXT))
+    given = [
+        Ask(shared + tuple(corpus.prompt(12)), 30, {"compressor": name, "draft_len": 5})
+        for name in COMPRESSORS * 2
+    ]
+    server.warm(shared)
+    server.concurrently(asks(make_corpus, 8, 2, first=9))
+    before = server.counters()
+    assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
+    moved(server, before)
+
+
+@HOST
+def test_aborts_in_every_state(server, off, make_corpus):
+    """H6: by id and by leaving, at random times; others are untouched and nothing leaks."""
+    rng = random.Random(11)
+    given = asks(make_corpus, 8, 60)
+    before = server.counters()
+    survivors = [server.submit(ask) for ask in given[:2]]
+
+    def start_and_abort(i):
+        rid = f"tier-abort-{i:03d}"
+        ask = Ask(given[2 + i % 6].prompt, 200, given[i % 8].vericache, {}, {"rid": rid})
+        with server.post("/generate", ask.body() | {"stream": True}, stream=True) as response:
+            lines = response.iter_lines()
+            for _ in range(rng.randint(0, 12)):
+                next(lines, None)
+            if i % 2:
+                server.abort(rid)
+                list(lines)
+
+    threads = [threading.Thread(target=start_and_abort, args=(i,)) for i in range(60)]
+    for start in range(0, len(threads), 6):
+        for thread in threads[start : start + 6]:
+            thread.start()
+        for thread in threads[start : start + 6]:
+            thread.join()
+    found = [each.result() for each in survivors]
+    assert_identical(found, off["bfloat16"].answers(given[:2]))
+    moved(server, before)
+    server.check_idle()
+    tiers = server.get("/vericache")["ranks"][0]["tiers"]
+    assert tiers["compressed"] == tiers["offloaded"] == tiers["staged"] == 0
+    server.flush()
+    tiers = server.get("/vericache")["ranks"][0]["tiers"]
+    assert (tiers["device_free"], tiers["host_free"]) == (tiers["device"], tiers["host"])
+    assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
+
+
+@HOST
+def test_turns_of_a_chat(server, off, make_corpus):
+    """Each turn finds all of the last one, its answer included, whichever tier holds it."""
+    corpus = make_corpus()
+    history = tuple(corpus.prompt(CONTEXT))
+    others = asks(make_corpus, 8, 2, first=9)
+    known = 0
+    for _ in range(3):
+        ask = Ask(history, 25, {"compressor": "snapkv", "draft_len": 5})
+        found = server.answer(ask)
+        assert_identical([found], off["bfloat16"].answers([ask]))
+        assert found.meta["cached_tokens"] >= known, found.meta
+        server.concurrently(others)
+        known = len(history) + len(found.ids) - 1
+        history += found.ids + tuple(corpus.prompt(20))
+
+
+@pytest.mark.server(TIERED_LATE)
+def test_late_copies(server, off, make_corpus):
+    """H2: no pass reads KV before it has arrived."""
+    given = asks(make_corpus, 8, 24)
+    before = server.counters()
+    for _ in range(2):
+        assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
+    moved(server, before)
