@@ -41,6 +41,7 @@ class DraftState:
             generate minus one, free KV slots); 0 asks for plain decoding.
         margins: of the drafts, by how much (in logits) each was preferred to the runner-up; empty
             where nobody asks for them.
+        load: tokens of its full KV that must be copied from the host to verify, as far as known.
     """
 
     rid: Hashable
@@ -49,6 +50,7 @@ class DraftState:
     drafted: int
     limit: int
     margins: Sequence[float] = ()
+    load: float = 0
 
 
 @dataclass(frozen=True)

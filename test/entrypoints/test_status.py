@@ -42,7 +42,9 @@ def worker(rounds):
     )
     state = SimpleNamespace(req=req, drafts=[7, 8], limit=4, view_kept=90.0, view_length=880)
     requests = [state]
-    return SimpleNamespace(counters=counters, requests=requests, planner=Planner.fixed(4))
+    return SimpleNamespace(
+        counters=counters, requests=requests, planner=Planner.fixed(4), tiers=None
+    )
 
 
 def test_state_of_the_ranks():

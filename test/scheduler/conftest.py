@@ -21,9 +21,10 @@ def machine(
     draft_key: float = 2e-6,
     verify_key: float = 1e-6,
     pair: float = 1e-6,
+    loaded_key: float = 0.0,
 ) -> float:
     """Seconds of an iteration; as it stands, a CPU bound by the dot products of attention."""
-    costs = (draft_row, draft_key, verify_row, verify_key, pair)
+    costs = (draft_row, draft_key, verify_row, verify_key, pair, loaded_key)
     return fixed + sum(n * cost for n, cost in zip(work.counts(), costs, strict=True))
 
 
@@ -36,6 +37,8 @@ class Request:
     remaining: int = 10**9
     margin: Callable[[int], float] | None = None
     """Top-1 margin of the draft token at an output position."""
+    load: int = 0
+    """Tokens to be copied for each verify pass."""
     drafted: int = 0
     output: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -44,7 +47,9 @@ class Request:
     def state(self) -> DraftState:
         view = min(self.view + self.output + self.drafted, self.context)
         limit = self.remaining - self.output - 1
-        return DraftState(self.rid, self.context, view, self.drafted, limit, self.margins)
+        return DraftState(
+            self.rid, self.context, view, self.drafted, limit, self.margins, self.load
+        )
 
     @property
     def margins(self) -> list[float]:
@@ -73,13 +78,17 @@ class Simulation:
         running = [r for r in self.requests if r.output < r.remaining]
         states = [request.state() for request in running]
         actions = self.planner.plan(states)
+        self.planner.revise(
+            actions,
+            sum(r.load for r, a in zip(running, actions, strict=True) if a is Action.VERIFY),
+        )
         work = Work()
         for request, action in zip(running, actions, strict=True):
             if action is Action.DRAFT:
                 work += Work.draft(request.state().view)
                 request.drafted += 1
             else:
-                work += Work.verify(request.drafted + 1, request.context)
+                work += Work.verify(request.drafted + 1, request.context, request.load)
                 self._verify(request)
         seconds = machine(work, **self.costs) * self.random.uniform(0.95, 1.1)
         self.planner.observe(seconds)

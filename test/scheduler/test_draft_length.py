@@ -79,6 +79,17 @@ def test_long_contexts_in_a_batch_gain(simulation):
     assert rate(Planner.adaptive(32)) > 1.4 * rate(Planner.fixed(0))
 
 
+def test_requests_whose_kv_is_far_draft_longer(simulation):
+    def mean_length(load):
+        server = simulation(Planner.adaptive(32), loaded_key=6e-6)
+        requests = server.add(8, 0.97, load=load)
+        server.run(400)
+        rounds = [drafted for r in requests for drafted, _ in r.rounds[-10:]]
+        return sum(rounds) / len(rounds)
+
+    assert mean_length(6000) > 1.5 * mean_length(0) > 0
+
+
 def test_rounds_end_at_close_calls(simulation):
     """Tokens of two kinds, told apart by their margins: better than any fixed length."""
     rng = random.Random(1)

@@ -11,7 +11,7 @@ from sglang_vericache.scheduler import CostModel, FixedLength, Planner
 
 
 def state(rid="a", drafted=0, limit=100, margins=()):
-    return DraftState(rid, 5000, 500, drafted, limit, margins)
+    return DraftState(rid, 5000, 500, drafted, limit, margins=margins)
 
 
 def rounds(planner, count, **options):

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 KEY = "vericache"
 PATH = "/vericache"
-COST_TERMS = ("fixed", "draft_row", "draft_key", "verify_row", "verify_key", "verify_pair")
+COST_TERMS = (
+    *("fixed", "draft_row", "draft_key", "verify_row", "verify_key", "verify_pair"),
+    "loaded_key",
+)
 
 
 def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:

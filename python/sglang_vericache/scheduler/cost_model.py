@@ -1,11 +1,11 @@
 """What one scheduler iteration costs, learned from the iterations that ran.
 
     seconds = fixed + R_d * draft_rows + K_d * draft_keys
-              + R_v * verify_rows + K_v * verify_keys + P_v * verify_pairs
+              + R_v * verify_rows + K_v * verify_keys + P_v * verify_pairs + L * loaded_keys
 
 with the counts of ``Work`` and positive coefficients. The coefficients minimise the squared
 *relative* errors of past iterations, recent ones weighing more, plus a pull towards a prior that a
-few observations outweigh. Pure Python: a solve is a 6 x 6 coordinate descent of some 0.1 ms.
+few observations outweigh. Pure Python: a solve is a 7 x 7 coordinate descent of some 0.1 ms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 # their common scale follows the measured times. Roughly a 135M-parameter model on two CPU cores,
 # with drafting and further verify rows priced low: too low is corrected by the first drafts, too
 # high would never be.
-PRIOR = (1e-2, 5e-4, 1e-6, 1e-3, 1.4e-6, 2e-7)
+PRIOR = (1e-2, 5e-4, 1e-6, 1e-3, 1.4e-6, 2e-7, 3e-6)
 PRIOR_WEIGHT = 0.05
 SCALE_RATE = 0.1
 FORGETTING = 0.998
@@ -38,6 +38,7 @@ class Work:
         verify_rows: rows of verifying requests, ``k + 1`` each.
         verify_keys: context lengths of the verifying requests, summed: KV loaded once.
         verify_pairs: rows times context length, summed over verifying requests: dot products.
+        loaded_keys: keys copied from the host for them.
     """
 
     draft_rows: float = 0
@@ -45,6 +46,7 @@ class Work:
     verify_rows: float = 0
     verify_keys: float = 0
     verify_pairs: float = 0
+    loaded_keys: float = 0
 
     @classmethod
     def draft(cls, keys: float) -> Work:
@@ -52,9 +54,9 @@ class Work:
         return cls(draft_rows=1, draft_keys=keys)
 
     @classmethod
-    def verify(cls, rows: int, context: int) -> Work:
-        """One request verifying ``rows`` rows against ``context`` tokens."""
-        return cls(verify_rows=rows, verify_keys=context, verify_pairs=rows * context)
+    def verify(cls, rows: int, context: int, loaded: float = 0) -> Work:
+        """One request verifying ``rows`` rows over ``context`` tokens, ``loaded`` ones copied."""
+        return cls(0, 0, rows, context, rows * context, loaded)
 
     def counts(self) -> tuple[float, ...]:
         """All fields, in order."""
@@ -64,6 +66,7 @@ class Work:
             self.verify_rows,
             self.verify_keys,
             self.verify_pairs,
+            self.loaded_keys,
         )
 
     def __add__(self, other: Work) -> Work:

@@ -175,10 +175,14 @@ class AdaptiveLength(DraftLength):
         return state.agreement.mean(prior) if state else prior
 
     def price(self, request: DraftState, batch: int) -> float:
-        """Time of drafting and verifying one token, as a multiple of the request's plain step."""
+        """Time of drafting and verifying one token, as a multiple of the request's plain step.
+
+        A plain step of a request whose full KV is on the host includes copying it, so such a
+        request drafts longer.
+        """
         share = self._cost.fixed / batch
-        plain = self._cost.marginal(Work.verify(1, request.context))
-        row = self._cost.marginal(Work.verify(2, request.context)) - plain
+        plain = self._cost.marginal(Work.verify(1, request.context, request.load))
+        row = self._cost.marginal(Work.verify(2, request.context, request.load)) - plain
         draft = share + self._cost.marginal(Work.draft(request.view))
         return (draft + row) / (share + plain)
 

@@ -27,6 +27,7 @@ class Planner:
         self.cost = cost
         self._wheel = PhaseWheel(k_max + 1)
         self._known: set[Hashable] = set()
+        self._planned: Sequence[DraftState] = ()
         self._work = Work()
 
     @classmethod
@@ -49,8 +50,14 @@ class Planner:
             self._start_round(request, len(requests))
         actions = [self._action(request) for request in requests]
         self._wheel.advance()
-        self._work = sum(map(_work, requests, actions), Work())
+        self._planned = requests
+        self.revise(actions)
         return actions
+
+    def revise(self, actions: Sequence[Action], loaded: int = 0) -> None:
+        """Report what the requests of the last ``plan`` do instead, and the keys copied for it."""
+        done = map(_work, self._planned, actions)
+        self._work = sum(done, Work(loaded_keys=loaded))
 
     def settle(
         self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
@@ -92,6 +99,6 @@ class Planner:
 
 
 def _work(request: DraftState, action: Action) -> Work:
-    if action is Action.DRAFT:
-        return Work.draft(request.view)
-    return Work.verify(request.drafted + 1, request.context)
+    if action is Action.VERIFY:
+        return Work.verify(request.drafted + 1, request.context)
+    return Work.draft(request.view)

@@ -76,8 +76,8 @@ class RequestState:
         """Remember the queries of tokens just accepted, ``[L, n, HQ, D]``."""
         _append(self.queries, queries, window)
 
-    def draft_state(self, min_context: int, context_limit: int) -> DraftState:
-        """What the planner is told."""
+    def draft_state(self, min_context: int, context_limit: int, load: float = 0) -> DraftState:
+        """What the planner is told; ``load`` as in ``DraftState``."""
         context = self.committed + 1
         left = self.req.sampling_params.max_new_tokens - len(self.req.output_ids)
         limit = min(self.limit, left - 1, context_limit - context)
@@ -89,6 +89,7 @@ class RequestState:
             view=self.draft_keys,
             drafted=len(self.drafts),
             limit=max(limit, 0),
+            load=load,
             margins=tuple(self.margins),
         )
 

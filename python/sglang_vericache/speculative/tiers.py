@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # ``auto`` offloads while less than this share of the device's slots is free or evictable.
 LOW_WATER = 0.25
+LOADED_RATE = 0.1
 
 
 class Tiers:
@@ -31,6 +32,8 @@ class Tiers:
     ) -> None:
         self._cache, self._chooser, self._always = cache, chooser, always
         self._counters = counters
+        # Of the full KV of a request that verifies, how much had left the device lately.
+        self._loaded_share = 1.0
 
     def choose_view(self, state: RequestState) -> None:
         """Choose a view of a request whose full KV is on the device, and offload it if due."""
@@ -47,8 +50,8 @@ class Tiers:
         """Bring the full KV of verifying requests to the device.
 
         Returns:
-            The actions, with ``WAIT`` for those that found no room, and the index of the started
-            copies for ``ScheduleBatch.hicache_consumer_index``.
+            The actions, with ``WAIT`` for those that found no room, and the tokens to be copied;
+            ``ready_to_load_host_cache`` of the tree starts that.
         """
         cache, holdings = self._cache, self._cache.holdings
         arranged = list(actions)
@@ -56,7 +59,7 @@ class Tiers:
             held = holdings.get(state.req)
             if action is Action.DRAFT and held is not None and held.staged:
                 cache.release(state.req)
-        cache.unstaged = 0
+        cache.unstaged = total = 0
         for i, (state, action) in enumerate(zip(states, actions, strict=True)):
             if action is not Action.VERIFY or not cache.is_offloaded(state.req):
                 continue
@@ -65,9 +68,18 @@ class Tiers:
                 arranged[i] = Action.WAIT
                 self._counters.waits += 1
                 continue
+            total += loaded
             self._counters.stages += 1
             self._counters.staged_tokens += loaded
-        return arranged, cache.ready_to_load_host_cache()
+            share = loaded / state.req.kv.cache_protected_len
+            self._loaded_share += LOADED_RATE * (share - self._loaded_share)
+        return arranged, total
+
+    def load(self, state: RequestState) -> float:
+        """Tokens that the next verify pass of a request is expected to copy."""
+        if state.req not in self._cache.holdings:
+            return 0.0
+        return self._loaded_share * state.req.kv.cache_protected_len
 
     def usage(self) -> dict[str, int]:
         """See ``TieredCache.usage``."""

@@ -103,14 +103,20 @@ class VeriCacheWorker(BaseSpecWorker):
         gate = self.config.min_context if self.config.draft_len is None else 0
         limit = self.target_worker.model_runner.model_config.context_len
         verified = [s for s in states if not s.unverified]
-        planned = self.planner.plan([s.draft_state(gate, limit) for s in verified])
+        loads = [0.0 if self.tiers is None else self.tiers.load(s) for s in verified]
+        planned = self.planner.plan(
+            [s.draft_state(gate, limit, load) for s, load in zip(verified, loads, strict=True)]
+        )
         actions = dict(zip((id(s) for s in verified), planned, strict=True))
         chosen = [actions.get(id(s), Action.DRAFT) for s in states]
         for state, action in zip(states, chosen, strict=True):
             if action is Action.DRAFT and not state.has_view:
                 self._choose_view(state)
         if self.tiers is not None:
-            chosen, batch.hicache_consumer_index = self.tiers.arrange(states, chosen)
+            chosen, loaded = self.tiers.arrange(states, chosen)
+            batch.hicache_consumer_index = batch.tree_cache.ready_to_load_host_cache()
+            planned = [a for s, a in zip(states, chosen, strict=True) if not s.unverified]
+            self.planner.revise(planned, loaded)
         captures = [
             action is Action.VERIFY and bool(state.drafts) and self._wants_queries(state)
             for state, action in zip(states, chosen, strict=True)
