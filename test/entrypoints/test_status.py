@@ -66,6 +66,10 @@ def test_state_of_the_ranks():
         "plain_passes": 1,
         "committed": 9,
         "kv_bytes_read": 0,
+        "offloads": 0,
+        "stages": 0,
+        "staged_tokens": 0,
+        "waits": 0,
         "rounds_by_length": {"0": 1, "2": 1, "4": 2},
     }
     first = found["ranks"][0]

@@ -132,6 +132,8 @@ class Model:
     def offload(self, req):
         if self.cache.is_offloaded(req) or not self.cache.can_offload(req):
             return
+        self.cache.keep(req)
+        self.kept.pop(req, None)
         self.cache.publish(req)
         length = req.kv.kv_committed_len
         kept = list(range(0, length, 3))
@@ -229,6 +231,7 @@ def test_any_order_of_events(page, host_ratio, data):
     while model.running:
         model.finish(model.running[0], aborted=False)
         model.check()
+    model.events()
     model.sync()
     model.events()
     model.cache.evict(EvictParams(num_tokens=SLOTS))
@@ -242,6 +245,7 @@ def test_full_kv_comes_back_as_it_was():
     model.start(list(range(1, 33)))
     (req,) = model.running
     model.offload(req)
+    model.events()
     model.sync()
     model.events()
     model.cache.evict(EvictParams(num_tokens=SLOTS))

@@ -50,7 +50,7 @@ class TieredCache(UnifiedRadixCache):
     def __init__(self, params: Any):
         super().__init__(params)
         self.holdings: dict[Req, Holding] = {}
-        # Tokens of the smallest prefix that found no room in the last iteration.
+        # Tokens that some request needs on the device before any offloaded one can go on.
         self.unstaged = 0
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -98,11 +98,16 @@ class TieredCache(UnifiedRadixCache):
         """
         if not self._back_up(req.last_node):
             return False
+        assert req not in self.holdings
         lock = self.inc_host_lock_ref(req.last_node).to_dec_params()
-        self._drop(req)
         self.holdings[req] = Holding(slots, req.last_node, lock, staged=True)
         self.release(req)
         return True
+
+    def keep(self, req: Req) -> None:
+        """Leave the prefix of a staged request on the device: it is offloaded no more."""
+        assert not self.is_offloaded(req)
+        self._drop(req)
 
     def release(self, req: Req) -> None:
         """Give up the device slots of an offloaded prefix."""
@@ -125,9 +130,9 @@ class TieredCache(UnifiedRadixCache):
         loaded = 0
         if self.tree_core.is_full_device_evicted(holding.node):
             if not self.load_back(holding.node):
-                size = req.kv.cache_protected_len
-                self.unstaged = min(self.unstaged, size) if self.unstaged else size
-                return None
+                self._finish_copies()  # which hold locks
+                if not self.load_back(holding.node):
+                    return None
             loaded = len(self.cache_controller.load_queue[-1].device_indices)
         req.lock = self.lock(holding.node)
         req.skip_radix_cache_insert = False
@@ -179,6 +184,12 @@ class TieredCache(UnifiedRadixCache):
             "offloaded": sum(not held.staged for held in self.holdings.values()),
             "staged": sum(held.staged for held in self.holdings.values()),
         }
+
+    def _finish_copies(self) -> None:
+        controller = self.cache_controller
+        for ack in (*controller.ack_write_queue, *controller.ack_load_queue):
+            ack.finish_event.synchronize()
+        self.check_hicache_events()
 
     def _row(self, req: Req) -> Tensor:
         table = self.req_to_token_pool.req_to_token

@@ -38,6 +38,7 @@ class Tiers:
     def choose_view(self, state: RequestState) -> None:
         """Choose a view of a request whose full KV is on the device, and offload it if due."""
         offloads = self._wants(state)
+        self._cache.keep(state.req)  # the copy of its last view is not read any more
         if offloads:
             self._cache.publish(state.req)  # may move KV to slots the tree had
         self._chooser.choose(state)
@@ -59,7 +60,8 @@ class Tiers:
             held = holdings.get(state.req)
             if action is Action.DRAFT and held is not None and held.staged:
                 cache.release(state.req)
-        cache.unstaged = total = 0
+        total = staged = 0
+        short: list[int] = []
         for i, (state, action) in enumerate(zip(states, actions, strict=True)):
             if action is not Action.VERIFY or not cache.is_offloaded(state.req):
                 continue
@@ -67,12 +69,16 @@ class Tiers:
             if loaded is None:
                 arranged[i] = Action.WAIT
                 self._counters.waits += 1
+                short.append(state.req.kv.cache_protected_len)
                 continue
             total += loaded
+            staged += 1
             self._counters.stages += 1
             self._counters.staged_tokens += loaded
             share = loaded / state.req.kv.cache_protected_len
             self._loaded_share += LOADED_RATE * (share - self._loaded_share)
+        # Who is staged now gives the room back; with nobody, SGLang must make some.
+        cache.unstaged = 0 if staged else min(short, default=0)
         return arranged, total
 
     def load(self, state: RequestState) -> float:
