@@ -49,7 +49,7 @@ RETRACTING = ServerSpec(
 TIER_TOKENS = 2560
 _TIER = (*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12")
 TIERED = {
-    "bfloat16": ServerSpec((*_TIER, "--vericache-tier", "host")),
+    "bfloat16": ServerSpec((*_TIER, "--vericache-tier", "host", "--tool-call-parser", "qwen25")),
     "float32": ServerSpec((*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")),
 }
 # Only under pressure, with adaptive draft lengths.

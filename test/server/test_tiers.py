@@ -15,6 +15,8 @@ from server.serving import TOOL
 from server.specs import COMPRESSORS, TIER_TOKENS, TIERED, TIERED_AUTO, TIERED_LATE
 
 CONTEXT = 700
+# All but identity: a copy of everything saves nothing, so such a request stays on the device.
+DROPPERS = [name for name in COMPRESSORS if name != "identity"]
 FORCED = [
     pytest.param(dtype, id=dtype, marks=pytest.mark.server(spec)) for dtype, spec in TIERED.items()
 ]
@@ -26,7 +28,7 @@ def asks(make_corpus, count, tokens, context=CONTEXT, first=0):
     prompts = make_corpus().prompts(first + count, context)[first:]
     assert count * context > 2 * TIER_TOKENS or count == 1
     return [
-        Ask(tuple(prompt), tokens, {"compressor": COMPRESSORS[i % 5], "draft_len": 3 + i % 6})
+        Ask(tuple(prompt), tokens, {"compressor": DROPPERS[i % 4], "draft_len": 3 + i % 6})
         for i, prompt in enumerate(prompts)
     ]
 
@@ -80,6 +82,7 @@ def test_under_pressure_only(server, off, make_corpus):
 def test_decoding_from_the_host_alone(server, off, make_corpus):
     """E9, Z8: the prompt is on the host only when it is asked for; usage counts all of it."""
     first, *others = asks(make_corpus, 8, 32)
+    assert first.vericache["compressor"] != "identity"
     server.answer(first)
     server.concurrently(others)  # push it off the device
     before = server.counters()
@@ -123,10 +126,13 @@ def test_two_views_of_one_prefix(server, off, make_corpus):
         for name in COMPRESSORS * 2
     ]
     server.warm(shared)
-    server.concurrently(asks(make_corpus, 8, 2, first=9))
-    before = server.counters()
-    assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
-    moved(server, before)
+    server.concurrently(asks(make_corpus, 8, 2, first=9))  # push it off the device
+    before = server.counters()["offloads"]
+    found = server.concurrently(given)
+    assert_identical(found, off["bfloat16"].answers(given))
+    assert server.counters()["offloads"] > before
+    details = [answer.meta["cached_tokens_details"] for answer in found]
+    assert any(d and d.get("host", 0) >= CONTEXT - 1 for d in details), details
 
 
 @HOST
