@@ -22,7 +22,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rotary", &rotary);
   m.def("store_kv", &store_kv);
   m.def("rope_store_kv", &rope_store_kv);
-  m.def("gather_rows", &gather_rows);
+  m.def("copy_rows", &copy_rows, Release());
 
   py::class_<PackedLinear>(m, "PackedLinear", py::module_local())
       .def(py::init([](Tensor packed, int64_t n, MaybeTensor bias) {

@@ -43,6 +43,7 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tens
 void rope_store_kv(const Tensor& positions, const Tensor& q, const Tensor& k, const Tensor& v,
                    int64_t head_size, const Tensor& cos_sin_cache, bool is_neox,
                    const Tensor& k_pool, const Tensor& v_pool, const Tensor& loc);
-Tensor gather_rows(const Tensor& source, const Tensor& index);
+void copy_rows(const Tensor& source, const Tensor& source_index, const Tensor& out,
+               const Tensor& out_index);
 
 }  // namespace sgl_ext

@@ -167,17 +167,19 @@ void rope_store_kv(const Tensor& positions, const Tensor& q, const Tensor& k, co
   });
 }
 
-Tensor gather_rows(const Tensor& source, const Tensor& index) {
-  const Rows<char> from = byte_rows(source, "gather_rows: source");
-  const Tensor checked = checked_index(index, index.numel(), from.count, "gather_rows: index");
-  std::vector<int64_t> sizes = source.sizes().vec();
-  sizes[0] = index.numel();
-  const Tensor out = at::empty(sizes, source.options());
-  const Rows<char> to = byte_rows(out, "gather_rows: out");
-  const int64_t* row = checked.const_data_ptr<int64_t>();
-  for_rows(to.count, to.width, kCopyGrain,
-           [&](int64_t i) { std::memcpy(to[i], from[row[i]], to.width); });
-  return out;
+void copy_rows(const Tensor& source, const Tensor& source_index, const Tensor& out,
+               const Tensor& out_index) {
+  const Rows<char> from = byte_rows(source, "copy_rows: source");
+  const Rows<char> to = byte_rows(out, "copy_rows: out");
+  TORCH_CHECK_VALUE(from.width == to.width && source.scalar_type() == out.scalar_type(),
+                    "copy_rows: rows of source and out differ in size or dtype");
+  const int64_t count = source_index.numel();
+  const Tensor read = checked_index(source_index, count, from.count, "copy_rows: source_index");
+  const Tensor write = checked_index(out_index, count, to.count, "copy_rows: out_index");
+  const int64_t* r = read.const_data_ptr<int64_t>();
+  const int64_t* w = write.const_data_ptr<int64_t>();
+  // On the calling thread: it runs beside a forward pass, which has the others.
+  for (int64_t i = 0; i < count; ++i) std::memcpy(to[w[i]], from[r[i]], to.width);
 }
 
 }  // namespace sgl_ext

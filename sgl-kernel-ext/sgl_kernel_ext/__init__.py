@@ -10,8 +10,8 @@ from sgl_kernel_ext.attention import key_scores, ragged_attention
 from sgl_kernel_ext.decoder import Decoder, DecoderLayer, DecoderRows, DecoderShape
 from sgl_kernel_ext.fused import (
     argmax_rows,
+    copy_rows,
     fused_add_rmsnorm,
-    gather_rows,
     rmsnorm,
     rope_store_kv,
     rotary,
@@ -28,8 +28,8 @@ __all__ = [
     "PackedWeight",
     "active",
     "argmax_rows",
+    "copy_rows",
     "fused_add_rmsnorm",
-    "gather_rows",
     "key_scores",
     "linear",
     "pack_weight",

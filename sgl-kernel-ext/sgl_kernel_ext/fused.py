@@ -121,9 +121,20 @@ def rope_store_kv(
     )
 
 
-def gather_rows(source: Tensor, index: Tensor) -> Tensor:
-    """``source[index]`` for ``source [S, ...]`` and ``index [M]``; IndexError on CPU if outside."""
-    return (_cuda() if source.is_cuda else _cpu).gather_rows(source, index)
+def copy_rows(source: Tensor, source_index: Tensor, out: Tensor, out_index: Tensor) -> None:
+    """``out[out_index] = source[source_index]``, on a CPU by the calling thread alone.
+
+    Args:
+        source: ``[S, ...]``.
+        source_index: ``[M]`` int64 or int32.
+        out: ``[T, ...]``, rows of the same size and dtype as ``source``; written in place.
+        out_index: ``[M]``. With a row given twice the one that stays is undefined.
+
+    Raises:
+        ValueError: rows do not fit.
+        IndexError: on CPU, an index outside; nothing has been written then.
+    """
+    (_cuda() if source.is_cuda else _cpu).copy_rows(source, source_index, out, out_index)
 
 
 def argmax_rows(x: Tensor) -> Tensor:

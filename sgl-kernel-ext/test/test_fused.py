@@ -130,10 +130,15 @@ def test_argmax_is_the_first_of_the_largest(ops, dtype, vocab):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_rows(ops, dtype):
+def test_copy_rows(ops, dtype):
     source = randn(9, 2, 5, dtype=dtype)[:, :1]
-    index = torch.tensor([8, 0, 0, 3], dtype=torch.int32)
-    assert torch.equal(ops.gather_rows(source, index), source[index.long()])
+    out = torch.zeros(11, 1, 5, dtype=dtype)
+    index, at = torch.tensor([8, 0, 0, 3], dtype=torch.int32), torch.tensor([10, 2, 7, 5])
+    ops.copy_rows(source, index, out, at)
+    assert torch.equal(out[at], source[index.long()])
+    assert int((out != 0).any(2).sum()) == 4
+    with pytest.raises(ValueError, match="copy_rows"):
+        ops.copy_rows(source, index, out[:, :, :4], at)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,7 +180,9 @@ def test_bad_index_writes_nothing(ops):
     with pytest.raises(IndexError, match=r"loc\[0\] = -1"):
         ops.store_kv(k, k, pool, pool, torch.tensor([-1, 4]))
     with pytest.raises(IndexError, match="index"):
-        ops.gather_rows(q, torch.tensor([2]))
+        ops.copy_rows(q, torch.tensor([0, 2]), k, torch.tensor([0, 1]))
+    with pytest.raises(IndexError, match="index"):
+        ops.copy_rows(q, torch.tensor([0, 1]), k, torch.tensor([0, 2]))
     assert torch.equal(q, before[0])
     assert torch.equal(k, before[1])
     assert not pool.any()
@@ -215,4 +222,6 @@ def test_public_functions_run_the_active_module():
     assert torch.equal(sgl_kernel_ext.rmsnorm(x, weight, EPS), module.rmsnorm(x, weight, EPS, None))
     assert torch.equal(sgl_kernel_ext.silu_and_mul(x), module.silu_and_mul(x, None))
     assert torch.equal(sgl_kernel_ext.argmax_rows(x), module.argmax_rows(x))
-    assert torch.equal(sgl_kernel_ext.gather_rows(x, torch.tensor([2])), x[2:])
+    out = torch.zeros(2, 64, dtype=torch.bfloat16)
+    sgl_kernel_ext.copy_rows(x, torch.tensor([2]), out, torch.tensor([1]))
+    assert torch.equal(out[1], x[2])

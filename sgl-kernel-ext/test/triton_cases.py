@@ -107,6 +107,9 @@ def test_argmax_is_the_first_of_the_largest(dtype):
     assert fused.argmax_rows(x).tolist() == [100, 4096, 0, 0, 5]
 
 
-def test_gather_rows(dtype):
+def test_copy_rows(dtype):
     source, index = randn(5, 3, dtype=dtype), torch.tensor([4, 0, 4], device=DEVICE)
-    assert torch.equal(fused.gather_rows(source, index), source[index])
+    out, at = torch.zeros(7, 3, dtype=dtype, device=DEVICE), torch.tensor([6, 2, 0], device=DEVICE)
+    fused.copy_rows(source, index, out, at)
+    assert torch.equal(out[at], source[index])
+    assert int((out != 0).any(1).sum()) == 3

@@ -8,10 +8,16 @@ from sglang_vericache.hooks import Hook
 from sglang_vericache.mem_cache.tiered import TieredCache
 
 
-def admit(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """``PrefillAdder.__init__`` after: new requests leave room to stage any running one."""
-    if isinstance(self.tree_cache, TieredCache):
-        self.memory_budget.total_offset += self.tree_cache.staging_reserve()
+def admit(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PrefillAdder.add_one_req`` around: leave room to stage every offloaded request."""
+    if not isinstance(self.tree_cache, TieredCache):
+        return original(self, req, *args, **kwargs)
+    reserve = self.tree_cache.staging_reserve(req)
+    self.memory_budget.total_offset += reserve
+    try:
+        return original(self, req, *args, **kwargs)
+    finally:
+        self.memory_budget.total_offset -= reserve
 
 
 def decode(result: int, self: Any, *args: Any, **kwargs: Any) -> int:
@@ -42,16 +48,9 @@ HOOKS: tuple[Hook, ...] = (
         "admits nobody before a request has ended",
     ),
     Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
-        (
-            *("self", "page_size", "tree_cache", "token_to_kv_pool_allocator", "running_batch"),
-            *("new_token_ratio", "rem_input_tokens", "rem_chunk_tokens"),
-            *("num_mixed_decode_tokens", "priority_scheduling_preemption_threshold"),
-            *("max_prefill_bs", "max_running_requests", "prefill_max_requests"),
-            *("prefill_delayer_single_pass", "dllm_config", "waiting_queue_len"),
-            "prefill_tile_block_m",
-        ),
-        "after",
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        ("self", "req", "has_chunked_req", "truncation_align_size"),
+        "around",
         admit,
         "takes all that can be evicted for new requests",
     ),

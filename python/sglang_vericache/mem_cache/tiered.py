@@ -8,6 +8,7 @@ only (``offload``), get them back for one pass (``stage``) and give the device s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ class TieredCache(UnifiedRadixCache):
     def __init__(self, params: Any):
         super().__init__(params)
         self.holdings: dict[Req, Holding] = {}
+        # How many slots of its prompt a request will leave to the host.
+        self.gives_back: Callable[[Req], int] = lambda req: 0
         # Tokens that some request needs on the device before any offloaded one can go on.
         self.unstaged = 0
 
@@ -141,10 +144,16 @@ class TieredCache(UnifiedRadixCache):
         row.copy_(self.path_device_indices(holding.node)[: row.shape[0]])
         return loaded
 
-    def staging_reserve(self) -> int:
-        """Slots that the largest prefix that is not on the device needs for its verify pass."""
-        sizes = [req.kv.cache_protected_len for req in self.holdings if self.is_offloaded(req)]
-        return max(sizes, default=0)
+    def staging_reserve(self, newcomer: Req) -> int:
+        """Slots to leave when a request starts, so that every offloaded one can be staged later.
+
+        The newcomer may use them for a while if it gives back as many.
+        """
+        if not self.holdings:
+            return 0
+        sizes = [req.kv.cache_protected_len for req in self.holdings]
+        largest = max(*sizes, len(newcomer.origin_input_ids))
+        return max(0, largest - self.gives_back(newcomer))
 
     def is_offloaded(self, req: Req) -> bool:
         """Whether the request's full KV may be missing on the device."""

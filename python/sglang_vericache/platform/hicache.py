@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sgl_kernel_ext import copy_rows
 from sglang_vericache.platform import streams
 
 if TYPE_CHECKING:
@@ -65,6 +66,6 @@ def transfer_kv_direct(
 
     def copy() -> None:
         for src, dst in zip(src_layers, dst_layers, strict=True):
-            dst.index_copy_(0, dst_indices, src.index_select(0, src_indices))
+            copy_rows(src, src_indices, dst, dst_indices)
 
     streams.current_stream().launch(copy)

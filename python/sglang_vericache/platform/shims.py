@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_vericache.platform import hicache
 from sglang_vericache.platform.bootstrap import has_nvidia_driver
 
 
@@ -62,6 +61,18 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def _host_tier_ready() -> bool:
+    from sglang_vericache.platform import hicache
+
+    return hicache.installed()
+
+
+def _prepare_host_tier() -> None:
+    from sglang_vericache.platform import hicache
+
+    hicache.install()
+
+
 SHIMS = (
     Shim(
         "cpu engine",
@@ -83,8 +94,8 @@ SHIMS = (
     Shim(
         "host tier",
         "HiCache registers memory with CUDA and copies with its kernels and streams",
-        hicache.installed,
-        hicache.install,
+        _host_tier_ready,
+        _prepare_host_tier,
     ),
     Shim(
         "eager sampling helpers",

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Action, Counters
 from sglang_vericache.mem_cache.tiered import TieredCache
+from sglang_vericache.speculative.state import asked_by
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
     from sglang_vericache.speculative.state import RequestState
     from sglang_vericache.speculative.views import ViewChooser
 
@@ -23,17 +27,22 @@ class Tiers:
     Args:
         cache: holds both copies.
         chooser: files the views that drafts read.
-        always: offload every request that drafts, not only when the device gets full.
+        config: tier ``host`` offloads every request that drafts, ``auto`` under pressure.
         counters: counts what is moved.
     """
 
     def __init__(
-        self, cache: TieredCache, chooser: ViewChooser, always: bool, counters: Counters
+        self,
+        cache: TieredCache,
+        chooser: ViewChooser,
+        config: VeriCacheConfig,
+        counters: Counters,
     ) -> None:
-        self._cache, self._chooser, self._always = cache, chooser, always
+        self._cache, self._chooser, self._config = cache, chooser, config
         self._counters = counters
         # Of the full KV of a request that verifies, how much had left the device lately.
         self._loaded_share = 1.0
+        cache.gives_back = self._gives_back
 
     def choose_view(self, state: RequestState) -> None:
         """Choose a view of a request whose full KV is on the device, and offload it if due."""
@@ -91,10 +100,22 @@ class Tiers:
         """See ``TieredCache.usage``."""
         return self._cache.usage()
 
+    def _gives_back(self, req: Req) -> int:
+        asked = asked_by(req)
+        if not asked.get("enabled", True) or asked.get("unverified") or req.session is not None:
+            return 0
+        length = len(req.origin_input_ids)
+        budget = self._config.compressor_settings.narrowed(
+            {"ratio": asked["ratio"]} if "ratio" in asked else {}
+        ).budget
+        return 0 if length < self._config.min_context else length - budget.tokens(length)
+
     def _wants(self, state: RequestState) -> bool:
         if state.unverified or state.limit == 0 or not self._cache.can_offload(state.req):
             return False
-        return self._always or state.req in self._cache.holdings or self._is_low()
+        if self._config.tier == "host":
+            return True
+        return state.req in self._cache.holdings or self._is_low()
 
     def _is_low(self) -> bool:
         allocator = self._cache.token_to_kv_pool_allocator

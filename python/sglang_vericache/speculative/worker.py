@@ -73,8 +73,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if not batch.forward_mode.is_decode():
             return self._prefill(batch)
         if self.config.offloads and self.tiers is None:
-            always = self.config.tier == "host"
-            self.tiers = Tiers(batch.tree_cache, self.chooser, always, self.counters)
+            self.tiers = Tiers(batch.tree_cache, self.chooser, self.config, self.counters)
         step = self._plan(batch)
         started = time.perf_counter()
         output = self._forward(batch, step)

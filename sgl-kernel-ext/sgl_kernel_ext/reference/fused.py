@@ -94,9 +94,11 @@ def rope_store_kv(
     store_kv(k, v, k_pool, v_pool, loc)
 
 
-def gather_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``source[index]``."""
-    return source.index_select(0, index)
+def copy_rows(
+    source: torch.Tensor, source_index: torch.Tensor, out: torch.Tensor, out_index: torch.Tensor
+) -> None:
+    """``out[out_index] = source[source_index]``."""
+    out.index_copy_(0, out_index.long(), source.index_select(0, source_index))
 
 
 def argmax_rows(x: torch.Tensor) -> torch.Tensor:

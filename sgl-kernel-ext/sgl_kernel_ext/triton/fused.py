@@ -11,8 +11,8 @@ from sgl_kernel_ext.triton.rope import rope_store_kv, rotary, store_kv
 
 __all__ = [
     "argmax_rows",
+    "copy_rows",
     "fused_add_rmsnorm",
-    "gather_rows",
     "rmsnorm",
     "rope_store_kv",
     "rotary",
@@ -158,5 +158,7 @@ def argmax_rows(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def gather_rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return source.index_select(0, index)
+def copy_rows(
+    source: torch.Tensor, source_index: torch.Tensor, out: torch.Tensor, out_index: torch.Tensor
+) -> None:
+    out.index_copy_(0, out_index.long(), source.index_select(0, source_index))
