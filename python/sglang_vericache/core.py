@@ -123,8 +123,9 @@ class Counters:
     ``drafted_at[m]`` and ``accepted_at[m]`` count the drafts at position ``m`` (0 is the first
     token of a draft) that were verified and that were accepted. ``kv_bytes_read`` counts attention
     reads of both kinds of row. ``offloads`` counts requests whose full KV was left to the host,
-    ``stages`` their verify passes, ``staged_tokens`` what was copied back for them, and ``waits``
-    the iterations a request waited for room to do so.
+    ``stages`` their verify passes that nothing was copied ahead for, ``staged_tokens`` what those
+    copied, ``copied_ahead`` what was copied for passes to come, and ``waits`` the iterations a
+    request waited for room.
     """
 
     drafted: int = 0
@@ -135,6 +136,7 @@ class Counters:
     offloads: int = 0
     stages: int = 0
     staged_tokens: int = 0
+    copied_ahead: int = 0
     waits: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)

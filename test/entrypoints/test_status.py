@@ -69,6 +69,7 @@ def test_state_of_the_ranks():
         "offloads": 0,
         "stages": 0,
         "staged_tokens": 0,
+        "copied_ahead": 0,
         "waits": 0,
         "rounds_by_length": {"0": 1, "2": 1, "4": 2},
     }

@@ -66,3 +66,13 @@ def test_a_failed_copy_is_reported():
     copies.launch(lambda: 1 / 0)
     with pytest.raises(RuntimeError, match="copy between KV tiers failed"):
         copies.synchronize()
+
+
+def test_events_measure_the_time_between_them():
+    copies = Stream()
+    first, last = Event(enable_timing=True), Event(enable_timing=True)
+    first.record(copies)
+    copies.launch(lambda: time.sleep(0.02))
+    last.record(copies)
+    last.synchronize()
+    assert 20 <= first.elapsed_time(last) < 2000

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_vericache.scheduler import PhaseWheel
+from sglang_vericache.scheduler import Copy, PhaseWheel
 
-HORIZON = 6
+HORIZON, ROOM = 6, 10
 RIDS = st.integers(0, 5)
 
 
@@ -19,6 +19,7 @@ class WheelMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.wheel = PhaseWheel(HORIZON)
+        self.wheel.room = ROOM
         self.ahead: dict[int, int] = {}
 
     @rule(rid=RIDS, k=st.integers(0, HORIZON - 1), slack=st.integers(0, HORIZON - 1))
@@ -33,6 +34,35 @@ class WheelMachine(RuleBasedStateMachine):
         assert shortest <= chosen <= k
         assert loads[chosen - shortest] == min(loads)
         assert min(loads) not in loads[chosen - shortest + 1 :]
+        self.ahead[rid] = chosen
+
+    @rule(
+        rid=RIDS,
+        k=st.integers(1, HORIZON - 1),
+        tokens=st.integers(1, ROOM),
+        windows=st.integers(1, 3),
+        most=st.integers(0, HORIZON - 1),
+    )
+    def book_with_a_copy(self, rid, k, tokens, windows, most):
+        """Reserves link and room, or nothing."""
+        if rid in self.ahead:
+            return
+        before = [self.wheel.reserved(i) for i in range(HORIZON)]
+        chosen = self.wheel.book(rid, k, k, Copy(tokens, windows), most)
+        assert chosen == k or chosen <= max(most, k)
+        after = [self.wheel.reserved(i) for i in range(HORIZON)]
+        if after == before:
+            assert chosen == k
+            with_room = [
+                i
+                for i in range(windows, max(most, k) + 1)
+                if not any(before[j][0] for j in range(i - windows, i))
+                and all(before[j][1] + tokens <= ROOM for j in range(i - windows, i + 1))
+            ]
+            assert with_room == [], "it would have fitted"
+        else:
+            reserved = range(chosen - windows, chosen + 1)
+            assert all(after[i][1] == before[i][1] + tokens for i in reserved)
         self.ahead[rid] = chosen
 
     @rule(rid=RIDS)
@@ -58,6 +88,8 @@ class WheelMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self):
         self.wheel.check_integrity()
+        rings = [self.wheel.reserved(i) for i in range(HORIZON)]
+        assert all(copies <= 1 and slots <= ROOM for copies, slots in rings)
         loads = [self.wheel.load(i) for i in range(HORIZON)]
         assert loads == [list(self.ahead.values()).count(i) for i in range(HORIZON)]
 

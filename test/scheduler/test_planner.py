@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_vericache.core import Action, DraftState
-from sglang_vericache.scheduler import CostModel, FixedLength, Planner
+from sglang_vericache.scheduler import CostModel, FixedLength, Link, Planner
 
 
 def state(rid="a", drafted=0, limit=100, margins=()):
@@ -122,3 +122,40 @@ def test_any_course_of_events(data):
                 assert request.drafted < min(k, request.limit)
                 drafted[request.rid] += 1
         assert sum(planner.phases()) <= len(drafted)
+
+
+def test_copies_run_ahead_of_the_passes_that_need_them():
+    """Two requests on the host: each copy takes two iterations, and only one runs at a time."""
+    planner = Planner.fixed(7)
+    link = Link(token_seconds=1e-6, room=12_000)
+    drafted, copied, seen = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0), []
+    for _ in range(60):
+        states = [DraftState(r, 5000, 500, drafted[r], 100, load=5000) for r in "ab"]
+        actions = planner.plan(states, link)
+        copying = planner.copying()
+        planner.observe(3e-3)
+        seen.append(len(copying))
+        for rid, action in zip("ab", actions, strict=True):
+            copied[rid] += rid in copying
+            drafted[rid] += 1
+            if action is Action.VERIFY:
+                if len(seen) > 20:
+                    assert copied[rid] == 2, "the copy did not begin two iterations before"
+                planner.settle(rid, drafted[rid] - 1, 0)
+                drafted[rid] = copied[rid] = 0
+    assert max(seen[20:]) == 1 and sum(seen[20:]) >= 12
+
+
+def test_without_room_for_two_no_copy_is_booked_beside_another():
+    planner = Planner.fixed(3)
+    link = Link(token_seconds=1e-6, room=6_000)
+    drafted = dict.fromkeys("abc", 0)
+    for _ in range(40):
+        states = [DraftState(r, 5000, 500, drafted[r], 100, load=5000) for r in "abc"]
+        actions = planner.plan(states, link)
+        planner.observe(6e-3)
+        assert all(slots <= 6_000 for _, slots in planner.rings())
+        for rid, action in zip("abc", actions, strict=True):
+            drafted[rid] = 0 if action is Action.VERIFY else drafted[rid] + 1
+            if action is Action.VERIFY:
+                planner.settle(rid, 3, 3)

@@ -20,6 +20,7 @@ TOTALS = {
     "offloads": "Times a request left its full KV to host memory.",
     "stages": "Verify passes of such requests.",
     "staged_tokens": "Tokens whose KV was copied back from host memory for those.",
+    "copied_ahead": "Tokens whose KV was copied back before the pass that needs it was due.",
     "waits": "Iterations that such a request waited for room on the device.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}

@@ -38,9 +38,10 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
     Returns:
         ``tiers`` (tokens by place, see ``TieredCache.usage``; null while full KV never leaves the
         device), ``counters`` (raw, see ``merged_counters``), ``phases`` (verify passes booked for
-        each of the coming iterations), ``running`` (requests with the drafts they hold, the most
-        they may hold, and how many of how many tokens their view keeps) and ``cost_seconds`` (what
-        the planner believes each unit of work costs).
+        each of the coming iterations), ``rings`` (copies and device slots reserved for each),
+        ``running`` (requests with the drafts they hold, the most they may hold, and how many of how
+        many tokens their view keeps) and ``cost_seconds`` (what the planner believes each unit of
+        work costs).
     """
     # NOTE: no asdict: it makes a Counter of the items of a Counter. Lists, because msgpack and JSON
     # want strings as keys.
@@ -64,6 +65,7 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
     return {
         "counters": counters,
         "phases": worker.planner.phases(),
+        "rings": worker.planner.rings(),
         "running": running,
         "cost_seconds": dict(zip(COST_TERMS, costs, strict=True)),
         "tiers": None if worker.tiers is None else worker.tiers.usage(),
@@ -102,6 +104,7 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "offloads": total.offloads,
         "stages": total.stages,
         "staged_tokens": total.staged_tokens,
+        "copied_ahead": total.copied_ahead,
         "waits": total.waits,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n

@@ -8,7 +8,7 @@ only (``offload``), get them back for one pass (``stage``) and give the device s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 NAME = "vericache"
+# Weight of the latest copy in the mean speed of the link.
+LINK_RATE = 0.2
 
 
 @dataclass
@@ -37,12 +39,14 @@ class Holding:
         node: end of the prefix whose host copy it locks.
         host_lock: receipt of that lock.
         staged: whether the prefix is locked on the device now.
+        copied_by: index of the copy that brings it, if that began ahead of the pass.
     """
 
     slots: Tensor
     node: int
     host_lock: DecLockRefParams
     staged: bool
+    copied_by: int = -1
 
 
 class TieredCache(UnifiedRadixCache):
@@ -51,6 +55,8 @@ class TieredCache(UnifiedRadixCache):
     def __init__(self, params: Any):
         super().__init__(params)
         self.holdings: dict[Req, Holding] = {}
+        # Time to copy one token's KV to the device.
+        self.token_seconds = 0.0
         # How many slots of its prompt a request will leave to the host.
         self.gives_back: Callable[[Req], int] = lambda req: 0
         # Tokens that some request needs on the device before any offloaded one can go on.
@@ -121,18 +127,24 @@ class TieredCache(UnifiedRadixCache):
         req.skip_radix_cache_insert = True
         self._row(req).zero_()
 
-    def stage(self, req: Req) -> int | None:
+    def stage(self, req: Req, ahead: bool = False) -> int | None:
         """Bring an offloaded prefix to the device and lock it there.
 
         The copy is queued; ``ready_to_load_host_cache`` starts it.
+
+        Args:
+            ahead: for a pass to come; gives up sooner.
 
         Returns:
             Tokens to be copied, 0 if all are still on the device; None without room for them.
         """
         holding = self.holdings[req]
+        holding.copied_by = -1
         loaded = 0
         if self.tree_core.is_full_device_evicted(holding.node):
             if not self.load_back(holding.node):
+                if ahead:
+                    return None
                 self._finish_copies()  # which hold locks
                 if not self.load_back(holding.node):
                     return None
@@ -154,6 +166,52 @@ class TieredCache(UnifiedRadixCache):
         sizes = [req.kv.cache_protected_len for req in self.holdings]
         largest = max(*sizes, len(newcomer.origin_input_ids))
         return max(0, largest - self.gives_back(newcomer))
+
+    def copy_ahead(self, reqs: Sequence[Req]) -> int:
+        """Begin to stage requests that verify in a later iteration, as far as there is room.
+
+        Returns:
+            Tokens to be copied.
+        """
+        controller, total = self.cache_controller, 0
+        if len(controller.ack_load_queue) + 1 >= controller.layer_done_counter.num_counters:
+            return 0  # one is kept for passes that are due
+        begun = []
+        for req in reqs:
+            if loaded := self.stage(req, ahead=True):
+                begun.append(self.holdings[req])
+                total += loaded
+        index = self.ready_to_load_host_cache()
+        for holding in begun:
+            holding.copied_by = index
+        return total
+
+    def await_copy(self, req: Req) -> None:
+        """Hold the current stream until a copy that began ahead is complete."""
+        holding = self.holdings.get(req)
+        if holding is None or holding.copied_by < 0:
+            return
+        counter = self.cache_controller.layer_done_counter
+        counter.events[holding.copied_by].wait(counter.num_layers - 1)
+        holding.copied_by = -1
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the queued copies to the device; -1 if there are none."""
+        controller = self.cache_controller
+        if not controller.load_queue:
+            return -1
+        counter = controller.layer_done_counter
+        following = (counter.producer_index + 1) % counter.num_counters
+        counter.events[following].finish_event.synchronize()  # stock only asserts that it is free
+        return int(super().ready_to_load_host_cache())
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        """Also measure the link."""
+        for ack in self.cache_controller.ack_load_queue[:finish_count]:
+            if ack.timing_enabled and ack.num_tokens and ack.finish_event.query():
+                seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
+                self.token_seconds += LINK_RATE * (seconds / ack.num_tokens - self.token_seconds)
+        super().loading_check(finish_count)
 
     def is_offloaded(self, req: Req) -> bool:
         """Whether the request's full KV may be missing on the device."""

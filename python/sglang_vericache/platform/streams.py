@@ -8,6 +8,7 @@ a GPU does, and events tell when.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -16,7 +17,8 @@ from queue import SimpleQueue
 class Event:
     """Marks a place in a stream; one that was never recorded counts as reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._time = 0.0
         self._reached = threading.Event()
         self._reached.set()
         self._stream: Stream | None = None
@@ -24,8 +26,18 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Mark the present end of ``stream``, by default the current one."""
         stream = stream or current_stream()
-        self._reached, self._stream = threading.Event(), stream
-        stream.launch(self._reached.set)
+        reached = threading.Event()
+        self._reached, self._stream = reached, stream
+
+        def reach() -> None:
+            self._time = time.perf_counter()
+            reached.set()
+
+        stream.launch(reach)
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds from here to ``later``, both reached."""
+        return 1e3 * (later._time - self._time)
 
     def query(self) -> bool:
         """Whether the stream has got there."""

@@ -2,15 +2,17 @@
 
 from sglang_vericache.scheduler.cost_model import CostModel, Work
 from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength, FixedLength, Length
-from sglang_vericache.scheduler.phases import PhaseWheel
-from sglang_vericache.scheduler.planner import Planner
+from sglang_vericache.scheduler.phases import Copy, PhaseWheel
+from sglang_vericache.scheduler.planner import Link, Planner
 
 __all__ = [
     "AdaptiveLength",
+    "Copy",
     "CostModel",
     "DraftLength",
     "FixedLength",
     "Length",
+    "Link",
     "PhaseWheel",
     "Planner",
     "Work",

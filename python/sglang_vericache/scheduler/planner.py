@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from sglang_vericache.core import Action, DraftState
 from sglang_vericache.scheduler.cost_model import CostModel, Work
 from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength, FixedLength
-from sglang_vericache.scheduler.phases import PhaseWheel
+from sglang_vericache.scheduler.phases import Copy, PhaseWheel
+
+# Weight of the latest iteration in the mean iteration time.
+TIME_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from the host to the device.
+
+    Attributes:
+        token_seconds: time to copy the KV of one token.
+        room: device slots that copies may take.
+    """
+
+    token_seconds: float
+    room: int
 
 
 class Planner:
@@ -26,7 +44,10 @@ class Planner:
         self._length = length
         self.cost = cost
         self._wheel = PhaseWheel(k_max + 1)
+        self._link: Link | None = None
         self._known: set[Hashable] = set()
+        self._iteration_seconds = 0.0
+        self._early: list[Hashable] = []
         self._planned: Sequence[DraftState] = ()
         self._work = Work()
 
@@ -41,14 +62,21 @@ class Planner:
         cost = CostModel()
         return cls(AdaptiveLength(k_max, cost), k_max, cost)
 
-    def plan(self, requests: Sequence[DraftState]) -> list[Action]:
-        """One action per running request, in their order."""
+    def plan(self, requests: Sequence[DraftState], link: Link | None = None) -> list[Action]:
+        """One action per running request, in their order.
+
+        Args:
+            link: how full KV gets to the device, where some of it is on the host.
+        """
+        self._link = link
+        self._wheel.room = link.room if link else 0
         self._forget_all_but({request.rid for request in requests})
         starting = [r for r in requests if r.drafted == 0 and not self._wheel.is_booked(r.rid)]
         # Newcomers last: they fill the gaps between those whose phase is settled.
         for request in sorted(starting, key=lambda r: r.rid not in self._known):
             self._start_round(request, len(requests))
         actions = [self._action(request) for request in requests]
+        self._early = self._wheel.copying()
         self._wheel.advance()
         self._planned = requests
         self.revise(actions)
@@ -66,8 +94,19 @@ class Planner:
         self._length.settle(rid, drafted, accepted, margins)
 
     def observe(self, seconds: float) -> None:
-        """Report how long the iteration planned last took, prefill and copies excluded."""
+        """Report how long the iteration planned last took, prefill excluded."""
         self.cost.observe(self._work, seconds)
+        if self._iteration_seconds == 0.0:
+            self._iteration_seconds = seconds
+        self._iteration_seconds += TIME_RATE * (seconds - self._iteration_seconds)
+
+    def copying(self) -> list[Hashable]:
+        """Requests whose full KV should be on its way already in the iteration planned last."""
+        return self._early
+
+    def rings(self) -> list[tuple[int, int]]:
+        """Copies and device slots reserved for each of the coming iterations."""
+        return [self._wheel.reserved(ahead) for ahead in range(self._wheel.horizon)]
 
     def phases(self) -> list[int]:
         """Verify passes booked for each of the coming iterations."""
@@ -77,8 +116,17 @@ class Planner:
         length = self._length.choose(request, batch)
         # The first round may be cut to any length, so that phases spread from the start.
         shortest = length.shortest if request.rid in self._known else 0
-        self._wheel.book(request.rid, shortest, length.longest)
+        copy = self._copy(request)
+        most = min(request.limit, self._wheel.horizon - 1)
+        self._wheel.book(request.rid, shortest, length.longest, copy, most)
         self._known.add(request.rid)
+
+    def _copy(self, request: DraftState) -> Copy | None:
+        """The copy that a request's next verify pass needs, if it can be made ahead of it."""
+        if self._link is None or request.load <= 0 or self._iteration_seconds <= 0:
+            return None
+        windows = math.ceil(request.load * self._link.token_seconds / self._iteration_seconds)
+        return Copy(request.context, max(windows, 1))
 
     def _action(self, request: DraftState) -> Action:
         rid, wheel = request.rid, self._wheel

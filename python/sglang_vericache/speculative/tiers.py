@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Action, Counters
 from sglang_vericache.mem_cache.tiered import TieredCache
+from sglang_vericache.scheduler import Link
 from sglang_vericache.speculative.state import asked_by
 
 if TYPE_CHECKING:
@@ -55,24 +56,36 @@ class Tiers:
             self._offload(state)
 
     def arrange(
-        self, states: Sequence[RequestState], actions: Sequence[Action]
-    ) -> tuple[list[Action], int]:
-        """Bring the full KV of verifying requests to the device.
+        self,
+        states: Sequence[RequestState],
+        actions: Sequence[Action],
+        copying: Collection[Hashable],
+    ) -> tuple[list[Action], int, int]:
+        """Bring the full KV of verifying requests to the device, and that of some to come.
+
+        Args:
+            copying: serials of requests that verify soon and whose copies should run now.
 
         Returns:
-            The actions, with ``WAIT`` for those that found no room, and the tokens to be copied;
-            ``ready_to_load_host_cache`` of the tree starts that.
+            The actions, with ``WAIT`` for those that found no room; the tokens that this pass has
+            to wait for; and the index of their copies for ``ScheduleBatch.hicache_consumer_index``.
         """
         cache, holdings = self._cache, self._cache.holdings
         arranged = list(actions)
         for state, action in zip(states, actions, strict=True):
             held = holdings.get(state.req)
-            if action is Action.DRAFT and held is not None and held.staged:
+            if held is None or not held.staged or action is not Action.DRAFT:
+                continue
+            if state.serial not in copying:
                 cache.release(state.req)
         total = staged = 0
         short: list[int] = []
         for i, (state, action) in enumerate(zip(states, actions, strict=True)):
-            if action is not Action.VERIFY or not cache.is_offloaded(state.req):
+            if action is not Action.VERIFY or state.req not in holdings:
+                continue
+            if holdings[state.req].staged:
+                cache.await_copy(state.req)
+                staged += 1
                 continue
             loaded = cache.stage(state.req)
             if loaded is None:
@@ -88,7 +101,23 @@ class Tiers:
             self._loaded_share += LOADED_RATE * (share - self._loaded_share)
         # Who is staged now gives the room back; with nobody, SGLang must make some.
         cache.unstaged = 0 if staged else min(short, default=0)
-        return arranged, total
+        index = cache.ready_to_load_host_cache()
+        ahead = [
+            state.req
+            for state, action in zip(states, actions, strict=True)
+            if action is Action.DRAFT and state.serial in copying and cache.is_offloaded(state.req)
+        ]
+        if ahead:
+            self._counters.copied_ahead += cache.copy_ahead(ahead)
+        return arranged, total, index
+
+    def link(self) -> Link:
+        """What the planner is told about copies."""
+        cache = self._cache
+        allocator = cache.token_to_kv_pool_allocator
+        staged = sum(r.kv.cache_protected_len for r, h in cache.holdings.items() if h.staged)
+        room = allocator.available_size() + cache.evictable_size() + staged
+        return Link(cache.token_seconds, room)
 
     def load(self, state: RequestState) -> float:
         """Tokens that the next verify pass of a request is expected to copy."""

@@ -104,7 +104,8 @@ class VeriCacheWorker(BaseSpecWorker):
         verified = [s for s in states if not s.unverified]
         loads = [0.0 if self.tiers is None else self.tiers.load(s) for s in verified]
         planned = self.planner.plan(
-            [s.draft_state(gate, limit, load) for s, load in zip(verified, loads, strict=True)]
+            [s.draft_state(gate, limit, load) for s, load in zip(verified, loads, strict=True)],
+            None if self.tiers is None else self.tiers.link(),
         )
         actions = dict(zip((id(s) for s in verified), planned, strict=True))
         chosen = [actions.get(id(s), Action.DRAFT) for s in states]
@@ -112,8 +113,9 @@ class VeriCacheWorker(BaseSpecWorker):
             if action is Action.DRAFT and not state.has_view:
                 self._choose_view(state)
         if self.tiers is not None:
-            chosen, loaded = self.tiers.arrange(states, chosen)
-            batch.hicache_consumer_index = batch.tree_cache.ready_to_load_host_cache()
+            chosen, loaded, batch.hicache_consumer_index = self.tiers.arrange(
+                states, chosen, self.planner.copying()
+            )
             planned = [a for s, a in zip(states, chosen, strict=True) if not s.unverified]
             self.planner.revise(planned, loaded)
         captures = [
