@@ -4,6 +4,8 @@ A kit is a mixin of test methods on ``self.base_url``. Here its server is the on
 class attributes that kits offer as settings are set where this small model needs other ones.
 """
 
+import functools
+import json
 import os
 import unittest
 
@@ -38,7 +40,7 @@ from sglang_vericache.embedded_model import ensure_embedded_model
 pytestmark = pytest.mark.server(SERVING)
 # Set to run what takes minutes too.
 FULL = "VERICACHE_TEST_FULL"
-slow = unittest.skipUnless(os.environ.get(FULL), f"takes minutes; {FULL}=1 runs it")
+slow = pytest.mark.skipif(FULL not in os.environ, reason=f"takes minutes; {FULL}=1 runs it")
 
 
 class Process:
@@ -56,18 +58,29 @@ class Process:
 not_this_model = unittest.expectedFailure
 
 
+def by_chance(test):
+    """The kit samples without a seed; this model finishes within its limit now and then."""
+
+    @functools.wraps(test)
+    def run(self):
+        try:
+            test(self)
+        except (AssertionError, json.JSONDecodeError) as error:
+            pytest.xfail(f"unfinished by chance: {error}")
+
+    return run
+
+
 class KitCase(unittest.TestCase):
     """Gives a kit our server; it must have drafted unless ``drafts`` says otherwise."""
 
     drafts = True
-    ran = False
     drafted = 0
 
     @pytest.fixture(autouse=True, scope="class")
     def _kit_drafted(self, request):
         yield
-        kit = request.cls
-        assert kit.drafted or not (kit.drafts and kit.ran), "the kit ran without drafts"
+        assert request.cls.drafted or not request.cls.drafts, "the kit ran without drafts"
 
     @pytest.fixture(autouse=True)
     def _kit_server(self, server):
@@ -77,7 +90,6 @@ class KitCase(unittest.TestCase):
         case.process = Process(server.process.pid)
         case.tokenizer = get_tokenizer(case.model)
         before = server.counters()["drafted"]
-        case.ran = True
         yield
         case.drafted += server.counters()["drafted"] - before
 
@@ -110,6 +122,7 @@ class TestSpecPenalty(SpecPenaltyKit, KitCase):
 class TestSpecFeature(SpecFeatureKit, KitCase):
     send_request = SpecEagleServerBase.send_request
     send_requests_abort = SpecEagleServerBase.send_requests_abort
+    drafts = FULL in os.environ  # otherwise none of it runs
     test_radix_attention = slow(SpecFeatureKit.test_radix_attention)
     test_request_abort = slow(SpecFeatureKit.test_request_abort)
     test_constrained_decoding = slow(not_this_model(SpecFeatureKit.test_constrained_decoding))
@@ -129,7 +142,7 @@ class TestJSON(JSONConstrainedMixin, KitCase):
 
 
 class TestRegex(RegexConstrainedMixin, KitCase):
-    test_regex_generate_custom_log_format = not_this_model(
+    test_regex_generate_custom_log_format = by_chance(
         RegexConstrainedMixin.test_regex_generate_custom_log_format
     )
 
