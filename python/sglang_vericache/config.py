@@ -67,6 +67,8 @@ class VeriCacheConfig:
             raise ValueError(
                 f"--vericache-tier: unknown tier {self.tier!r}; supported: {', '.join(TIERS)}"
             )
+        if self.mode == "off" and self.tier != "resident":
+            raise ValueError(f"--vericache-tier {self.tier} does nothing with --vericache off")
         if not 1 <= self.reserved_draft_len <= 64:
             raise ValueError(
                 "--vericache-draft-len and --vericache-max-draft-len must be in 1..64, "

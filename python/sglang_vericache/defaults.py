@@ -39,8 +39,9 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
     if config.offloads:
         use_host_tier(server_args)
     if shims.needed() and server_args.enable_hierarchical_cache:
-        server_args.hicache_io_backend = "direct"
-        server_args.hicache_mem_layout = "layer_first"
+        decided_on_cpu = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
+        for field, value in decided_on_cpu.items():
+            setattr(server_args, field, value)
     open_fields: dict[str, Any] = {"max_running_requests": MAX_RUNNING_REQUESTS}
     if shims.needed():
         if server_args.enable_deterministic_inference:
@@ -70,9 +71,21 @@ def use_host_tier(server_args: Any) -> None:
     """
     from sglang_vericache.mem_cache.tiered import NAME
 
-    if server_args.disable_radix_cache:
-        raise ValueError("--vericache-tier needs the radix cache; leave out --disable-radix-cache")
-    if server_args.radix_cache_backend not in (None, NAME):
-        raise ValueError(f"--radix-cache-backend: --vericache-tier needs its own, {NAME}")
+    wrong = {
+        "--disable-radix-cache": server_args.disable_radix_cache,
+        f"--radix-cache-backend {server_args.radix_cache_backend}": server_args.radix_cache_backend
+        not in (None, NAME),
+        # Every rank would measure its own link.
+        "--tp-size above 1": (server_args.tp_size or 1) > 1,
+        # The tree would hold less of a request than its compressed copy stands for.
+        "--strip-thinking-cache": server_args.strip_thinking_cache,
+        "--hicache-host-memory-mode buffer_only": server_args.hicache_host_memory_mode
+        == "buffer_only",
+        "--enable-lmcache": server_args.enable_lmcache,
+        "--enable-flexkv": server_args.enable_flexkv,
+    }
+    for flag, given in wrong.items():
+        if given:
+            raise ValueError(f"--vericache-tier host|auto cannot be combined with {flag}")
     server_args.radix_cache_backend = NAME
     server_args.enable_hierarchical_cache = True

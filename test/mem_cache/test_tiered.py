@@ -5,6 +5,7 @@ finds any prefix that was evicted, moved or overwritten, in full or compressed f
 """
 
 import atexit
+import time
 from array import array
 
 import pytest
@@ -73,6 +74,14 @@ class Model:
             self.cache.evict(EvictParams(num_tokens=missing))
         return self.allocator.available_size() >= tokens
 
+    def evict(self, tokens):
+        """And spoil what is free, so that no read of it goes unnoticed."""
+        self.cache.evict(EvictParams(num_tokens=tokens))
+        free = [s for s in self.allocator.get_all_free_pages().tolist() if s]
+        for layer in range(LAYERS):
+            for buffer in self.pool.get_kv_buffer(layer):
+                buffer[free] = 777
+
     def value(self, req, position):
         ids = [*req.origin_input_ids, *req.output_ids][: position + 1]
         return hash(tuple(ids)) % 251 + position / 256
@@ -102,8 +111,7 @@ class Model:
         req.refresh_fill_ids()
         found = match_kv_cache(req, self.cache, array("q", ids))
         if found.host_hit_length and self.room(found.host_hit_length):
-            if self.cache.load_back(found.best_match_node):
-                self.cache.ready_to_load_host_cache()
+            self.cache.load_back(found.best_match_node)
             found = match_kv_cache(req, self.cache, array("q", ids))
         lock = self.cache.lock(req.last_node)
         fresh = len(ids) - req.prefix_len
@@ -115,7 +123,11 @@ class Model:
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         row[: req.prefix_len] = self.cache.path_device_indices(req.last_node)[: req.prefix_len]
         req.kv.cache_protected_len = req.kv.kv_committed_len = req.prefix_len
-        self.sync()
+        index = self.cache.ready_to_load_host_cache()
+        if index >= 0:  # as the prefill pass does
+            counter = self.cache.cache_controller.layer_done_counter
+            counter.events[index].wait(LAYERS - 1)
+        self.compare(req, range(req.prefix_len), row, ())
         self.grow(req, fresh)
         self.cache.checkpoint(req, up_to=len(ids))
         self.running.append(req)
@@ -156,7 +168,24 @@ class Model:
         if loaded is None:
             return
         self.staged += loaded
-        self.cache.ready_to_load_host_cache()
+        index = self.cache.start_copies()
+        if index >= 0:  # as the pass does
+            counter = self.cache.cache_controller.layer_done_counter
+            counter.events[index].wait(LAYERS - 1)
+        self.verify(req)
+
+    def verify(self, req):
+        """What a verify pass reads is there."""
+        if req in self.cache.holdings and not self.cache.is_offloaded(req):
+            self.cache.await_copy(req)
+            row = self.rows.req_to_token[req.kv.req_pool_idx]
+            self.compare(req, range(req.kv.cache_protected_len), row, ())
+
+    def copy_ahead(self, req):
+        """Several at once, slowly; nobody waits for them now."""
+        stream = self.cache.cache_controller.l2_transfer_engine.host_to_device_stream
+        stream.launch(lambda: time.sleep(0.003))
+        self.cache.copy_ahead([r for r in self.running if self.cache.is_offloaded(r)])
 
     def release(self, req):
         if req in self.cache.holdings and not self.cache.is_offloaded(req):
@@ -200,7 +229,10 @@ class Model:
                 assert (values[slot] == -wanted).all(), "another token's value"
 
 
-EVENTS = ["start", "start", "decode", "offload", "stage", "release", "finish", "abort", "evict"]
+EVENTS = [
+    *("start", "start", "decode", "offload", "stage", "release", "finish", "abort", "evict"),
+    *("copy_ahead", "verify", "flush"),
+]
 
 
 @pytest.mark.parametrize(("page", "host_ratio"), [(1, 4.0), (4, 4.0), (1, 1.1)])
@@ -219,15 +251,21 @@ def test_any_order_of_events(page, host_ratio, data):
             ids = (base[:cut] + [100 * (step + 1) + i for i in range(fresh)])[:32]
             prompts.append(ids)
             model.start(ids)
+        elif event == "flush":
+            if not model.running:
+                model.cache.reset()
+                model.allocator.clear()
+                prompts = []
         elif event == "evict":
-            model.cache.evict(EvictParams(num_tokens=data.draw(st.integers(1, SLOTS))))
+            model.evict(data.draw(st.integers(1, SLOTS)))
         elif model.running:
             req = data.draw(st.sampled_from(model.running))
             if event in ("finish", "abort"):
                 model.finish(req, aborted=event == "abort")
             else:
                 getattr(model, event)(req)
-        model.check()
+        if data.draw(st.booleans()):  # waits for copies, which hides those that nobody waited for
+            model.check()
     while model.running:
         model.finish(model.running[0], aborted=False)
         model.check()
@@ -248,22 +286,63 @@ def test_full_kv_comes_back_as_it_was():
     model.events()
     model.sync()
     model.events()
-    model.cache.evict(EvictParams(num_tokens=SLOTS))
+    model.evict(SLOTS)
     assert model.allocator.available_size() == model.total - model.cache.compressed_size()
-    for layer in range(LAYERS):
-        keys, _ = model.pool.get_kv_buffer(layer)
-        keys[[s for s in range(1, SLOTS) if s not in model.cache.holdings[req].slots]] = 0
     model.stage(req)
     assert model.staged == 32
     model.check()
+
+
+def host_only(model, ids):
+    """A request whose prefix is on the host alone."""
+    model.start(ids)
+    (req,) = model.running
+    model.offload(req)
+    model.events()
+    model.sync()
+    model.events()
+    model.evict(SLOTS)
+    return req
+
+
+def test_a_prefill_waits_for_a_copy_ahead():
+    """It finds the prefix on the device before all of it has arrived."""
+    model, ids = Model(1), list(range(1, 30))
+    host_only(model, ids)
+    model.copy_ahead(None)
+    model.start([*ids, 31, 32])
+    assert model.running[1].prefix_len == len(ids)
+    model.check()
+
+
+def test_a_verify_pass_waits_for_the_copy_of_another():
+    model, ids = Model(1), list(range(1, 30))
+    first = host_only(model, ids)
+    model.stage(first)
+    model.start(ids)
+    second = model.running[1]
+    model.offload(second)
+    model.release(first)
+    model.events()
+    model.sync()
+    model.events()
+    model.evict(SLOTS)
+    stream = model.cache.cache_controller.l2_transfer_engine.host_to_device_stream
+    stream.launch(lambda: time.sleep(0.05))
+    assert model.cache.copy_ahead([first]) > 0
+    assert model.cache.stage(second) == 0, "precondition: another's copy brings it"
+    assert model.cache.start_copies() < 0
+    model.verify(second)
 
 
 def test_a_host_pool_without_room_leaves_everything_resident():
     model = Model(1, host_ratio=1.0)
     for i in range(4):
         model.start([100 * i + j for j in range(1, 24)])
-    before = [model.allocator.available_size(), model.cache.protected_size()]
+    assert len(model.running) == 4
     for req in model.running:
         model.offload(req)
         model.check()
-    assert before[1] >= 0 and model.running
+    assert len(model.cache.holdings) < 4, "precondition: the host has room for some only"
+    left = [req for req in model.running if req not in model.cache.holdings]
+    assert all(req.lock is not None for req in left)

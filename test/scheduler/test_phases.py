@@ -41,21 +41,20 @@ class WheelMachine(RuleBasedStateMachine):
         k=st.integers(1, HORIZON - 1),
         tokens=st.integers(1, ROOM),
         windows=st.integers(1, 3),
-        most=st.integers(0, HORIZON - 1),
     )
-    def book_with_a_copy(self, rid, k, tokens, windows, most):
+    def book_with_a_copy(self, rid, k, tokens, windows):
         """Reserves link and room, or nothing."""
         if rid in self.ahead:
             return
         before = [self.wheel.reserved(i) for i in range(HORIZON)]
-        chosen = self.wheel.book(rid, k, k, Copy(tokens, windows), most)
-        assert chosen == k or chosen <= max(most, k)
+        chosen = self.wheel.book(rid, k, k, Copy(tokens, windows))
+        assert 1 <= chosen <= k
         after = [self.wheel.reserved(i) for i in range(HORIZON)]
         if after == before:
             assert chosen == k
             with_room = [
                 i
-                for i in range(windows, max(most, k) + 1)
+                for i in range(windows, k + 1)
                 if not any(before[j][0] for j in range(i - windows, i))
                 and all(before[j][1] + tokens <= ROOM for j in range(i - windows, i + 1))
             ]

@@ -114,6 +114,8 @@ class Dropper(ABC):
     """Value of ``--vericache-compressor`` that selects the method."""
     per_head: ClassVar[bool] = False
     """Whether every KV head has its own list, i.e. Hs = HKV."""
+    drops: ClassVar[bool] = True
+    """Whether views are smaller than long contexts."""
     refreshable: ClassVar[bool] = False
     """Whether the view should be chosen anew after verify passes, from their queries."""
 

@@ -23,6 +23,7 @@ class Identity(Dropper):
     """
 
     name: ClassVar[str] = "identity"
+    drops: ClassVar[bool] = False
 
     def count(self, ctx: LayerContext, budget: Budget) -> int:
         return ctx.length

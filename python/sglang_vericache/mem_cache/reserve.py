@@ -10,24 +10,30 @@ from sglang_vericache.mem_cache.tiered import TieredCache
 
 def admit(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """``PrefillAdder.add_one_req`` around: leave room to stage every offloaded request."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
     if not isinstance(self.tree_cache, TieredCache):
         return original(self, req, *args, **kwargs)
     reserve = self.tree_cache.staging_reserve(req)
     self.memory_budget.total_offset += reserve
     try:
-        return original(self, req, *args, **kwargs)
+        result = original(self, req, *args, **kwargs)
     finally:
         self.memory_budget.total_offset -= reserve
+    self.tree_cache.refused |= result is AddReqResult.NO_TOKEN
+    return result
 
 
-def decode(result: int, self: Any, *args: Any, **kwargs: Any) -> int:
-    """``ScheduleBatch.new_tokens_required_next_decode`` after: add what could not be staged.
+def decode(original: Any, self: Any, selected_indices: Any = None) -> int:
+    """``ScheduleBatch.new_tokens_required_next_decode`` around: add what a stuck request lacks.
 
     SGLang then evicts for it and, with nothing left to evict, retracts a request.
     """
-    if isinstance(self.tree_cache, TieredCache):
-        return result + self.tree_cache.unstaged
-    return result
+    result: int = original(self, selected_indices)
+    if not isinstance(self.tree_cache, TieredCache):
+        return result
+    chosen = range(len(self.reqs)) if selected_indices is None else selected_indices
+    return result + self.tree_cache.missing([self.reqs[i] for i in chosen])
 
 
 def reopen(self: Any, batch: Any) -> None:
@@ -35,7 +41,8 @@ def reopen(self: Any, batch: Any) -> None:
 
     Stock asks again only when a request has ended; offloading makes room in between.
     """
-    if isinstance(self.tree_cache, TieredCache) and self.tree_cache.holdings:
+    if isinstance(self.tree_cache, TieredCache) and self.tree_cache.made_room:
+        self.tree_cache.made_room = False
         batch.batch_is_full = False
 
 
@@ -57,7 +64,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
         ("self", "selected_indices"),
-        "after",
+        "around",
         decode,
         "knows of no request whose KV must come back",
     ),

@@ -59,8 +59,18 @@ class TieredCache(UnifiedRadixCache):
         self.token_seconds = 0.0
         # How many slots of its prompt a request will leave to the host.
         self.gives_back: Callable[[Req], int] = lambda req: 0
-        # Tokens that some request needs on the device before any offloaded one can go on.
-        self.unstaged = 0
+        # Requests that no verify pass can run for until somebody gives up room.
+        self.stuck: set[Req] = set()
+        # Whether slots were given up since admission was last asked, and whether it said no.
+        self.made_room = self.refused = False
+
+    def reset(self) -> None:
+        """Forget everything, once no copy runs any more."""
+        if getattr(self, "holdings", None) is not None:
+            self.finish_copies()
+            self.holdings.clear()
+            self.stuck.clear()
+        super().reset()
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
         """Set up the host pool; prefixes of any length come back from it."""
@@ -121,34 +131,31 @@ class TieredCache(UnifiedRadixCache):
     def release(self, req: Req) -> None:
         """Give up the device slots of an offloaded prefix."""
         self.holdings[req].staged = False
+        self.holdings[req].copied_by = -1
+        self.made_room = True
         self.unlock(req.lock)
         req.lock = None
         # Its row names no slots of the prefix now, so it can enter the tree only when staged.
         req.skip_radix_cache_insert = True
         self._row(req).zero_()
 
-    def stage(self, req: Req, ahead: bool = False) -> int | None:
+    def stage(self, req: Req) -> int | None:
         """Bring an offloaded prefix to the device and lock it there.
 
         The copy is queued; ``ready_to_load_host_cache`` starts it.
 
-        Args:
-            ahead: for a pass to come; gives up sooner.
-
         Returns:
             Tokens to be copied, 0 if all are still on the device; None without room for them.
         """
-        holding = self.holdings[req]
-        holding.copied_by = -1
+        holding, controller = self.holdings[req], self.cache_controller
         loaded = 0
         if self.tree_core.is_full_device_evicted(holding.node):
             if not self.load_back(holding.node):
-                if ahead:
-                    return None
-                self._finish_copies()  # which hold locks
-                if not self.load_back(holding.node):
-                    return None
-            loaded = len(self.cache_controller.load_queue[-1].device_indices)
+                return None
+            loaded = len(controller.load_queue[-1].device_indices)
+        elif controller.ack_load_queue:
+            # Somebody else's copy may be on its way to these slots; copies arrive in order.
+            holding.copied_by = controller.layer_done_counter.producer_index
         req.lock = self.lock(holding.node)
         req.skip_radix_cache_insert = False
         holding.staged = True
@@ -178,10 +185,10 @@ class TieredCache(UnifiedRadixCache):
             return 0  # one is kept for passes that are due
         begun = []
         for req in reqs:
-            if loaded := self.stage(req, ahead=True):
+            if loaded := self.stage(req):
                 begun.append(self.holdings[req])
                 total += loaded
-        index = self.ready_to_load_host_cache()
+        index = self.start_copies()
         for holding in begun:
             holding.copied_by = index
         return total
@@ -196,7 +203,19 @@ class TieredCache(UnifiedRadixCache):
         holding.copied_by = -1
 
     def ready_to_load_host_cache(self) -> int:
-        """Start the queued copies to the device; -1 if there are none."""
+        """Start the queued copies to the device; SGLang calls it for a prefill batch.
+
+        Returns:
+            Index of the latest copy that may still run, -1 if there is none: a prefix that the
+            batch found on the device may be one that a copy ahead is still writing.
+        """
+        index = self.start_copies()
+        if index < 0 and self.cache_controller.ack_load_queue:
+            index = self.cache_controller.layer_done_counter.producer_index
+        return index
+
+    def start_copies(self) -> int:
+        """Start the queued copies to the device; their index, -1 if there are none."""
         controller = self.cache_controller
         if not controller.load_queue:
             return -1
@@ -213,6 +232,25 @@ class TieredCache(UnifiedRadixCache):
                 self.token_seconds += LINK_RATE * (seconds / ack.num_tokens - self.token_seconds)
         super().loading_check(finish_count)
 
+    def finish_copies(self) -> None:
+        """Wait for all copies, which hold locks, and give those up."""
+        controller = self.cache_controller
+        if controller is None:
+            return
+        self.flush_pending_backups()
+        for ack in (*controller.ack_write_queue, *controller.ack_load_queue):
+            ack.finish_event.synchronize()
+        self.check_hicache_events()
+
+    def missing(self, reqs: Sequence[Req]) -> int:
+        """Slots that the smallest stuck one of ``reqs`` lacks; 0 if none is."""
+        sizes = [r.kv.cache_protected_len for r in reqs if r in self.stuck and self.is_offloaded(r)]
+        return min(sizes, default=0)
+
+    def host_has_room(self, tokens: int) -> bool:
+        """Whether the host pool takes as many tokens without evicting anything."""
+        return bool(self.cache_controller.mem_pool_host.available_size() >= tokens)
+
     def is_offloaded(self, req: Req) -> bool:
         """Whether the request's full KV may be missing on the device."""
         holding = self.holdings.get(req)
@@ -221,6 +259,7 @@ class TieredCache(UnifiedRadixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Also free what an ended or retracted request held."""
         super().on_release(req, checkpointed=checkpointed)
+        self.stuck.discard(req)
         if self._drop(req):
             req.skip_radix_cache_insert = False
 
@@ -251,12 +290,6 @@ class TieredCache(UnifiedRadixCache):
             "offloaded": sum(not held.staged for held in self.holdings.values()),
             "staged": sum(held.staged for held in self.holdings.values()),
         }
-
-    def _finish_copies(self) -> None:
-        controller = self.cache_controller
-        for ack in (*controller.ack_write_queue, *controller.ack_load_queue):
-            ack.finish_event.synchronize()
-        self.check_hicache_events()
 
     def _row(self, req: Req) -> Tensor:
         table = self.req_to_token_pool.req_to_token

@@ -37,6 +37,8 @@ class ViewStore:
         self.indices = torch.zeros(shape, dtype=torch.int32, device=device)
         self.length = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
         self.start = self._offsets()
+        # The same lengths on the host, by row.
+        self._kept: dict[int, tuple[int, ...]] = {}
 
     def _offsets(self) -> Tensor:
         rows, layers, heads, capacity = self.indices.shape
@@ -69,6 +71,7 @@ class ViewStore:
         """
         if max(view.kept) > self.capacity:
             self._grow(max(view.kept))
+        self._kept[row] = view.kept
         for layer, positions in enumerate(view.layers):
             count = positions.shape[1]
             self.indices[row, layer, :, :count] = slots[positions.long()]
@@ -85,7 +88,7 @@ class ViewStore:
         """
         for layer in range(self.indices.shape[1]):
             lists = self.indices[row, layer]
-            count = int(self.length[layer, row, 0])
+            count = self._kept[row][layer]
             source, target = lists[:, :count].long(), slots[:count]
             for buffer in pool.get_kv_buffer(pool.start_layer + layer):
                 # [Hv, n] lists pick a head each, or one list all heads.
@@ -98,7 +101,7 @@ class ViewStore:
 
     def longest(self, row: int) -> int:
         """Tokens in the longest list of a filed view."""
-        return int(self.length[:, row].max())
+        return max(self._kept[row])
 
     def lists(self, req_row: Tensor, drafting: Tensor) -> ViewLists:
         """Kernel arguments for one pass.

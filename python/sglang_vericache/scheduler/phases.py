@@ -59,14 +59,12 @@ class PhaseWheel:
     def horizon(self) -> int:
         return len(self._load)
 
-    def book(
-        self, rid: Hashable, shortest: int, longest: int, copy: Copy | None = None, most: int = 0
-    ) -> int:
+    def book(self, rid: Hashable, shortest: int, longest: int, copy: Copy | None = None) -> int:
         """Book the next verify pass ``shortest..longest`` iterations from now.
 
         The least-loaded iteration wins; of equally loaded ones the latest. One with a copy goes
-        where link and room are free; failing that in the range, as near to ``longest`` as
-        possible, up to ``most``; failing that as if it had none, and may have to wait when due.
+        where link and room are free; failing that in the range, sooner; failing that as if it had
+        none, and may have to wait when due.
 
         Returns:
             The chosen number of iterations, which is also the number of tokens to draft until then.
@@ -82,9 +80,8 @@ class PhaseWheel:
         if copy is not None:
             fitting = [ahead for ahead in wanted if self._fits(copy, ahead)]
             if not fitting:
-                others = range(1, min(max(most, longest), self.horizon - 1) + 1)
-                nearest = sorted(others, key=lambda ahead: abs(ahead - longest))
-                fitting = [ahead for ahead in nearest if self._fits(copy, ahead)][:1]
+                shorter = range(shortest - 1, 0, -1)
+                fitting = [ahead for ahead in shorter if self._fits(copy, ahead)][:1]
             if fitting:
                 ahead = min(fitting, key=self.load)
                 self._hold(rid, _Booking(self._now + ahead, copy), 1)

@@ -116,9 +116,8 @@ class Planner:
         length = self._length.choose(request, batch)
         # The first round may be cut to any length, so that phases spread from the start.
         shortest = length.shortest if request.rid in self._known else 0
-        copy = self._copy(request)
-        most = min(request.limit, self._wheel.horizon - 1)
-        self._wheel.book(request.rid, shortest, length.longest, copy, most)
+        copy = self._copy(request) if length.longest > 0 else None
+        self._wheel.book(request.rid, shortest, length.longest, copy)
         self._known.add(request.rid)
 
     def _copy(self, request: DraftState) -> Copy | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sglang_vericache.compressors import Dropper, Settings, create
@@ -132,26 +132,41 @@ class Requests:
         return states
 
     def _new(self, req: Req) -> RequestState:
-        config, asked = self._config, asked_by(req)
-        narrowing = {key: value for key, value in asked.items() if key not in CHOICES}
-        settings = config.compressor_settings.narrowed(narrowing)
-        limit = min(asked.get("draft_len", config.reserved_draft_len), config.reserved_draft_len)
+        chosen = choices_of(req, self._config)
         return RequestState(
             req=req,
             serial=next(self._serials),
             retractions=req.retraction_count,
-            dropper=create(asked.get("compressor", config.compressor), settings),
-            settings=settings,
-            limit=limit if asked.get("enabled", True) else 0,
-            unverified=bool(asked.get("unverified", False)),
+            dropper=chosen.dropper,
+            settings=chosen.settings,
+            limit=chosen.limit,
+            unverified=chosen.unverified,
             queries=self._prompt_queries.pop(req, []),
             drafted=req.spec_num_cap_tokens,
         )
 
 
-def asked_by(req: Req) -> dict[str, Any]:
-    """The request's own ``custom_params.vericache``, validated at admission."""
-    return (req.sampling_params.custom_params or {}).get("vericache") or {}
+class Choices(NamedTuple):
+    """How a request is decoded; see ``RequestState``."""
+
+    dropper: Dropper
+    settings: Settings
+    limit: int
+    unverified: bool
+
+
+def choices_of(req: Req, config: VeriCacheConfig) -> Choices:
+    """The request's own ``custom_params.vericache``, validated at admission, over the server's."""
+    asked: dict[str, Any] = (req.sampling_params.custom_params or {}).get("vericache") or {}
+    narrowing = {key: value for key, value in asked.items() if key not in CHOICES}
+    settings = config.compressor_settings.narrowed(narrowing)
+    limit = min(asked.get("draft_len", config.reserved_draft_len), config.reserved_draft_len)
+    return Choices(
+        dropper=create(asked.get("compressor", config.compressor), settings),
+        settings=settings,
+        limit=limit if asked.get("enabled", True) else 0,
+        unverified=bool(asked.get("unverified", False)),
+    )
 
 
 def _append(chunks: list[Tensor], queries: Tensor, window: int) -> None:

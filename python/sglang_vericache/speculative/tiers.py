@@ -9,7 +9,7 @@ from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Action, Counters
 from sglang_vericache.mem_cache.tiered import TieredCache
 from sglang_vericache.scheduler import Link
-from sglang_vericache.speculative.state import asked_by
+from sglang_vericache.speculative.state import choices_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -43,17 +43,30 @@ class Tiers:
         self._counters = counters
         # Of the full KV of a request that verifies, how much had left the device lately.
         self._loaded_share = 1.0
+        # Serials of requests that found no room, longest wait first.
+        self._waiting: list[Hashable] = []
         cache.gives_back = self._gives_back
 
     def choose_view(self, state: RequestState) -> None:
         """Choose a view of a request whose full KV is on the device, and offload it if due."""
-        offloads = self._wants(state)
+        offloads = self._wants(state.req, state.limit)
         self._cache.keep(state.req)  # the copy of its last view is not read any more
         if offloads:
             self._cache.publish(state.req)  # may move KV to slots the tree had
         self._chooser.choose(state)
         if offloads and state.view_length:
             self._offload(state)
+
+    def recall_views(self, states: Sequence[RequestState]) -> None:
+        """Have residents choose a view anew, and so leave, once the device has got full."""
+        if not self._is_low():
+            return
+        for state in states:
+            between_rounds = state.has_view and state.view_length and not state.drafts
+            if not between_rounds or state.req in self._cache.holdings:
+                continue
+            if self._cache.host_has_room(state.committed) and self._wants(state.req, state.limit):
+                state.has_view = False
 
     def arrange(
         self,
@@ -71,45 +84,44 @@ class Tiers:
             to wait for; and the index of their copies for ``ScheduleBatch.hicache_consumer_index``.
         """
         cache, holdings = self._cache, self._cache.holdings
+        cache.refused = False
         arranged = list(actions)
-        for state, action in zip(states, actions, strict=True):
-            held = holdings.get(state.req)
-            if held is None or not held.staged or action is not Action.DRAFT:
-                continue
-            if state.serial not in copying:
-                cache.release(state.req)
-        total = staged = 0
-        short: list[int] = []
+        ahead: list[Req] = []
+        due: list[int] = []
         for i, (state, action) in enumerate(zip(states, actions, strict=True)):
-            if action is not Action.VERIFY or state.req not in holdings:
+            held = holdings.get(state.req)
+            if held is None:
                 continue
-            if holdings[state.req].staged:
-                cache.await_copy(state.req)
-                staged += 1
-                continue
-            loaded = cache.stage(state.req)
+            if action is Action.VERIFY:
+                due.append(i)
+            elif state.serial in copying:
+                ahead.append(state.req)
+            elif held.staged:
+                cache.release(state.req)
+        due.sort(key=lambda i: self._turn(states[i].serial))
+        total = 0
+        waiting: list[int] = []
+        for i in due:
+            loaded = self._stage(states[i].req, may_finish_copies=not waiting)
             if loaded is None:
                 arranged[i] = Action.WAIT
-                self._counters.waits += 1
-                short.append(state.req.kv.cache_protected_len)
-                continue
-            total += loaded
-            staged += 1
-            self._counters.stages += 1
-            self._counters.staged_tokens += loaded
-            share = loaded / state.req.kv.cache_protected_len
-            self._loaded_share += LOADED_RATE * (share - self._loaded_share)
-        # Who is staged now gives the room back; with nobody, SGLang must make some.
-        cache.unstaged = 0 if staged else min(short, default=0)
-        index = cache.ready_to_load_host_cache()
-        ahead = [
-            state.req
-            for state, action in zip(states, actions, strict=True)
-            if action is Action.DRAFT and state.serial in copying and cache.is_offloaded(state.req)
-        ]
-        if ahead:
-            self._counters.copied_ahead += cache.copy_ahead(ahead)
+                waiting.append(i)
+            else:
+                total += loaded
+        index = cache.start_copies()
+        for i in due:
+            if arranged[i] is Action.VERIFY:
+                cache.await_copy(states[i].req)
+        if not waiting and (begins := [req for req in ahead if cache.is_offloaded(req)]):
+            self._counters.copied_ahead += cache.copy_ahead(begins)
+        self._note_waiting([states[i] for i in waiting], states)
         return arranged, total, index
+
+    def load(self, state: RequestState) -> float:
+        """Tokens that the next verify pass of a request is expected to copy."""
+        if state.req not in self._cache.holdings:
+            return 0.0
+        return self._loaded_share * state.req.kv.cache_protected_len
 
     def link(self) -> Link:
         """What the planner is told about copies."""
@@ -119,37 +131,70 @@ class Tiers:
         room = allocator.available_size() + cache.evictable_size() + staged
         return Link(cache.token_seconds, room)
 
-    def load(self, state: RequestState) -> float:
-        """Tokens that the next verify pass of a request is expected to copy."""
-        if state.req not in self._cache.holdings:
-            return 0.0
-        return self._loaded_share * state.req.kv.cache_protected_len
-
     def usage(self) -> dict[str, int]:
         """See ``TieredCache.usage``."""
         return self._cache.usage()
 
-    def _gives_back(self, req: Req) -> int:
-        asked = asked_by(req)
-        if not asked.get("enabled", True) or asked.get("unverified") or req.session is not None:
+    def _stage(self, req: Req, may_finish_copies: bool) -> int | None:
+        """Tokens to be copied for a request that verifies now; None without room."""
+        if self._cache.holdings[req].staged:
             return 0
-        length = len(req.origin_input_ids)
-        budget = self._config.compressor_settings.narrowed(
-            {"ratio": asked["ratio"]} if "ratio" in asked else {}
-        ).budget
-        return 0 if length < self._config.min_context else length - budget.tokens(length)
+        loaded = self._cache.stage(req)
+        if loaded is None and may_finish_copies:
+            self._cache.finish_copies()
+            loaded = self._cache.stage(req)
+        if loaded is None:
+            return None
+        self._counters.stages += 1
+        self._counters.staged_tokens += loaded
+        share = loaded / req.kv.cache_protected_len
+        self._loaded_share += LOADED_RATE * (share - self._loaded_share)
+        return loaded
 
-    def _wants(self, state: RequestState) -> bool:
-        if state.unverified or state.limit == 0 or not self._cache.can_offload(state.req):
+    def _turn(self, serial: Hashable) -> int:
+        return self._waiting.index(serial) if serial in self._waiting else len(self._waiting)
+
+    def _note_waiting(
+        self, waiting: Sequence[RequestState], states: Sequence[RequestState]
+    ) -> None:
+        """Remember who waits; tell the tree if nobody is going to give up room soon."""
+        serials = [state.serial for state in waiting]
+        self._waiting = [s for s in self._waiting if s in serials]
+        self._waiting += [s for s in serials if s not in self._waiting]
+        self._counters.waits += len(waiting)
+        holdings = self._cache.holdings
+        room_comes = any(held.staged for held in holdings.values()) or any(
+            state.req not in holdings and not state.has_view and self._wants(state.req, state.limit)
+            for state in states
+        )
+        self._cache.stuck = set() if room_comes else {state.req for state in waiting}
+
+    def _gives_back(self, req: Req) -> int:
+        """Prompt tokens that a newcomer will leave to the host."""
+        config, chosen, length = (
+            self._config,
+            choices_of(req, self._config),
+            len(req.origin_input_ids),
+        )
+        drafts = chosen.limit > 0 and (config.draft_len is not None or length >= config.min_context)
+        if not drafts or chosen.unverified or not chosen.dropper.drops or req.session is not None:
+            return 0
+        if config.tier == "auto" and not self._is_low():
+            return 0
+        return length - chosen.settings.budget.tokens(length)
+
+    def _wants(self, req: Req, limit: int) -> bool:
+        """Whether a request that may draft ``limit`` tokens should leave its full KV."""
+        if limit == 0 or not self._cache.can_offload(req):
             return False
         if self._config.tier == "host":
             return True
-        return state.req in self._cache.holdings or self._is_low()
+        return req in self._cache.holdings or self._is_low()
 
     def _is_low(self) -> bool:
         allocator = self._cache.token_to_kv_pool_allocator
         left = allocator.available_size() + self._cache.evictable_size()
-        return left < LOW_WATER * allocator.size
+        return self._cache.refused or left < LOW_WATER * allocator.size
 
     def _offload(self, state: RequestState) -> None:
         store = self._chooser.store

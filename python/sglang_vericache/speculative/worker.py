@@ -107,6 +107,8 @@ class VeriCacheWorker(BaseSpecWorker):
             [s.draft_state(gate, limit, load) for s, load in zip(verified, loads, strict=True)],
             None if self.tiers is None else self.tiers.link(),
         )
+        if self.tiers is not None:
+            self.tiers.recall_views(states)
         actions = dict(zip((id(s) for s in verified), planned, strict=True))
         chosen = [actions.get(id(s), Action.DRAFT) for s in states]
         for state, action in zip(states, chosen, strict=True):
