@@ -36,8 +36,9 @@ def asks(make_corpus, count, tokens, context=CONTEXT, first=0):
 def moved(server, before):
     """Change of the counters since ``before``, after asserting that host copies were used."""
     after = server.counters()
-    change = {name: after[name] - before[name] for name in ("offloads", "stages", "staged_tokens")}
-    assert min(change.values()) > 0, change
+    names = ("offloads", "stages", "staged_tokens", "copied_ahead")
+    change = {name: after[name] - before[name] for name in names}
+    assert change["offloads"] > 0 and change["staged_tokens"] + change["copied_ahead"] > 0, change
     return change
 
 
@@ -52,7 +53,8 @@ def test_nothing_changes(dtype, server, off, make_corpus):
         seen.append(server.get("/vericache")["ranks"][0]["tiers"])
     found = [each.result() for each in running]
     assert_identical(found, off[dtype].answers(given))
-    assert moved(server, before)["staged_tokens"] > 2 * CONTEXT
+    change = moved(server, before)
+    assert change["staged_tokens"] + change["copied_ahead"] > 2 * CONTEXT
     assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
     assert not any(a.meta["num_retractions"] for a in found)
     most = max(tiers["offloaded"] + tiers["staged"] for tiers in seen)
@@ -76,6 +78,7 @@ def test_under_pressure_only(server, off, make_corpus):
     found = server.concurrently(given)
     assert_identical(found, off["bfloat16"].answers(given))
     assert not any(a.meta["num_retractions"] for a in found)
+    assert server.counters()["offloads"] > before["offloads"]
 
 
 @HOST
@@ -193,7 +196,10 @@ def test_turns_of_a_chat(server, off, make_corpus):
 def test_late_copies(server, off, make_corpus):
     """H2: no pass reads KV before it has arrived."""
     given = asks(make_corpus, 8, 24)
+    # Twins share every node, and are staged by each other's copies.
+    given = [*given, *given[:4], *(Ask((*a.prompt, 7, 8, 9), 24, a.vericache) for a in given[4:])]
     before = server.counters()
     for _ in range(2):
         assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
     moved(server, before)
+    assert server.counters()["copied_ahead"] > before["copied_ahead"]

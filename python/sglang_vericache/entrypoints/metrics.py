@@ -18,7 +18,7 @@ TOTALS = {
     "plain_passes": "Passes of a request over its full KV without drafts.",
     "kv_bytes_read": "Bytes of KV cache read by attention in decoding.",
     "offloads": "Times a request left its full KV to host memory.",
-    "stages": "Verify passes of such requests.",
+    "stages": "Verify passes of such requests that nothing was copied ahead for.",
     "staged_tokens": "Tokens whose KV was copied back from host memory for those.",
     "copied_ahead": "Tokens whose KV was copied back before the pass that needs it was due.",
     "waits": "Iterations that such a request waited for room on the device.",
