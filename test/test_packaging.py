@@ -43,6 +43,8 @@ def build(source, kind):
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_pth_is_beside_the_package(source, kind):
     with zipfile.ZipFile(build(source, kind)) as wheel:
+        if kind == "wheel":
+            assert "sglang_vericache/entrypoints/ui.html" in wheel.namelist()
         assert wheel.read(PTH).decode() == (REPO / "python" / PTH).read_text()
         record = next(name for name in wheel.namelist() if name.endswith("RECORD"))
         assert PTH in wheel.read(record).decode()  # uninstalling removes it

@@ -7,6 +7,7 @@ the HTTP process asks for.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_vericache import __version__
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 KEY = "vericache"
 PATH = "/vericache"
+PAGE = Path(__file__).with_name("ui.html")
 COST_TERMS = (
     *("fixed", "draft_row", "draft_key", "verify_row", "verify_key", "verify_pair"),
     "loaded_key",
@@ -140,8 +142,8 @@ def add_route(result: None, global_state: Any) -> None:
 
 
 def install_route(app: FastAPI, manager: TokenizerManager) -> None:
-    """Add ``GET /vericache`` to ``app``."""
-    from fastapi.responses import ORJSONResponse
+    """Add ``GET /vericache`` and its page to ``app``."""
+    from fastapi.responses import FileResponse, ORJSONResponse
 
     async def get_vericache() -> ORJSONResponse:
         """Configuration, counters and phases of VeriCache."""
@@ -154,7 +156,12 @@ def install_route(app: FastAPI, manager: TokenizerManager) -> None:
             return ORJSONResponse({"error": {"message": message}}, status_code=404)
         return ORJSONResponse(found)
 
+    async def get_page() -> FileResponse:
+        """A page that draws the above, once a second."""
+        return FileResponse(PAGE, media_type="text/html")
+
     app.add_api_route(PATH, get_vericache, methods=["GET"])
+    app.add_api_route(f"{PATH}/ui", get_page, methods=["GET"])
 
 
 def add_meta_info(
