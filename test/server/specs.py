@@ -52,13 +52,8 @@ TIERED = {
     "bfloat16": ServerSpec((*_TIER, "--vericache-tier", "host", "--tool-call-parser", "qwen25")),
     "float32": ServerSpec((*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")),
 }
-# Only under pressure, with adaptive draft lengths.
-TIERED_AUTO = ServerSpec(
-    (
-        *(*AUTO, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12"),
-        *("--vericache-tier", "auto"),
-    )
-)
+# Only under pressure.
+TIERED_AUTO = ServerSpec((*_TIER, "--vericache-tier", "auto"))
 # Copies that start up to 20 ms late, layer by layer.
 SABOTEUR_PATH = str(Path(__file__).parent / "saboteur")
 TIERED_LATE = ServerSpec(
