@@ -126,10 +126,10 @@ def test_any_course_of_events(data):
 
 def test_copies_run_ahead_of_the_passes_that_need_them():
     """Two requests on the host: each copy takes two iterations, and only one runs at a time."""
-    planner = Planner.fixed(7)
+    planner = Planner.fixed(15)
     link = Link(token_seconds=1e-6, room=12_000)
     drafted, copied, seen = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0), []
-    for _ in range(60):
+    for _ in range(120):
         states = [DraftState(r, 5000, 500, drafted[r], 100, load=5000) for r in "ab"]
         actions = planner.plan(states, link)
         copying = planner.copying()
@@ -139,11 +139,11 @@ def test_copies_run_ahead_of_the_passes_that_need_them():
             copied[rid] += rid in copying
             drafted[rid] += 1
             if action is Action.VERIFY:
-                if len(seen) > 20:
+                if len(seen) > 40:
                     assert copied[rid] == 2, "the copy did not begin two iterations before"
                 planner.settle(rid, drafted[rid] - 1, 0)
                 drafted[rid] = copied[rid] = 0
-    assert max(seen[20:]) == 1 and sum(seen[20:]) >= 12
+    assert max(seen[40:]) == 1 and sum(seen[40:]) >= 16
 
 
 def test_without_room_for_two_no_copy_is_booked_beside_another():

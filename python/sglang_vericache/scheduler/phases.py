@@ -63,8 +63,8 @@ class PhaseWheel:
         """Book the next verify pass ``shortest..longest`` iterations from now.
 
         The least-loaded iteration wins; of equally loaded ones the latest. One with a copy goes
-        where link and room are free; failing that in the range, sooner; failing that as if it had
-        none, and may have to wait when due.
+        where link and room are free; failing that as if it had none, and its copy begins when the
+        pass is due.
 
         Returns:
             The chosen number of iterations, which is also the number of tokens to draft until then.
@@ -79,9 +79,6 @@ class PhaseWheel:
         wanted = range(longest, shortest - 1, -1)
         if copy is not None:
             fitting = [ahead for ahead in wanted if self._fits(copy, ahead)]
-            if not fitting:
-                shorter = range(shortest - 1, 0, -1)
-                fitting = [ahead for ahead in shorter if self._fits(copy, ahead)][:1]
             if fitting:
                 ahead = min(fitting, key=self.load)
                 self._hold(rid, _Booking(self._now + ahead, copy), 1)

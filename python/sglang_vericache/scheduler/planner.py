@@ -117,6 +117,8 @@ class Planner:
         # The first round may be cut to any length, so that phases spread from the start.
         shortest = length.shortest if request.rid in self._known else 0
         copy = self._copy(request) if length.longest > 0 else None
+        if copy is not None:  # a little leeway to find link and room free
+            shortest = min(shortest, length.longest - length.longest // 4)
         self._wheel.book(request.rid, shortest, length.longest, copy)
         self._known.add(request.rid)
 
