@@ -1,0 +1,53 @@
+"""Flags that contradict each other are refused by name, before anything starts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_vericache import defaults
+from sglang_vericache.config import VeriCacheConfig, from_options
+
+PLAIN = {
+    **{"disable_radix_cache": False, "radix_cache_backend": None, "tp_size": 1},
+    **{"strip_thinking_cache": False, "hicache_host_memory_mode": "cache"},
+    **{"enable_lmcache": False, "enable_flexkv": False, "enable_hierarchical_cache": False},
+}
+
+
+def test_a_tier_turns_the_host_pool_and_our_tree_on():
+    record = SimpleNamespace(**PLAIN)
+    defaults.use_host_tier(record)
+    assert record.enable_hierarchical_cache and record.radix_cache_backend == "vericache"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("disable_radix_cache", True, "--disable-radix-cache"),
+        ("radix_cache_backend", "other", "--radix-cache-backend other"),
+        ("tp_size", 2, "--tp-size"),
+        ("strip_thinking_cache", True, "--strip-thinking-cache"),
+        ("hicache_host_memory_mode", "buffer_only", "buffer_only"),
+        ("enable_lmcache", True, "--enable-lmcache"),
+        ("enable_flexkv", True, "--enable-flexkv"),
+    ],
+)
+def test_what_a_tier_cannot_work_with(field, value, words):
+    record = SimpleNamespace(**PLAIN | {field: value})
+    with pytest.raises(ValueError, match="--vericache-tier") as refused:
+        defaults.use_host_tier(record)
+    assert words in str(refused.value)
+    assert record.enable_hierarchical_cache is False
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_an_unknown_tier_lists_the_known_ones(tier):
+    with pytest.raises(ValueError, match="supported: resident, host, auto"):
+        from_options({"vericache_tier": tier})
+
+
+def test_a_tier_without_drafts_is_refused():
+    with pytest.raises(ValueError, match="--vericache-tier host does nothing with --vericache off"):
+        VeriCacheConfig(mode="off", tier="host")
+    assert not VeriCacheConfig(mode="off").offloads
+    assert VeriCacheConfig(tier="auto").offloads
