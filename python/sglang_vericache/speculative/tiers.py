@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # ``auto`` offloads while less than this share of the device's slots is free or evictable.
 LOW_WATER = 0.25
 LOADED_RATE = 0.1
+# Iterations that somebody waits before a request that decodes plainly on its staged KV yields.
+PATIENCE = 8
 
 
 class Tiers:
@@ -45,6 +47,7 @@ class Tiers:
         self._loaded_share = 1.0
         # Serials of requests that found no room, longest wait first.
         self._waiting: list[Hashable] = []
+        self._waited = 0
         cache.gives_back = self._gives_back
 
     def choose_view(self, state: RequestState) -> None:
@@ -100,8 +103,13 @@ class Tiers:
                 cache.release(state.req)
         due.sort(key=lambda i: self._turn(states[i].serial))
         total = 0
-        waiting: list[int] = []
+        waiting = self._yielding(states, due)
+        for i in waiting:
+            cache.release(states[i].req)
+            arranged[i] = Action.WAIT
         for i in due:
+            if i in waiting:
+                continue
             loaded = self._stage(states[i].req, may_finish_copies=not waiting)
             if loaded is None:
                 arranged[i] = Action.WAIT
@@ -116,6 +124,17 @@ class Tiers:
             self._counters.copied_ahead += cache.copy_ahead(begins)
         self._note_waiting([states[i] for i in waiting], states)
         return arranged, total, index
+
+    def _yielding(self, states: Sequence[RequestState], due: Sequence[int]) -> list[int]:
+        """Requests that would keep others from their verify pass for as long as they run.
+
+        One without drafts gives up nothing but a turn; it verifies again when room comes.
+        """
+        if self._waited < PATIENCE:
+            return []
+        self._waited = 0
+        holdings = self._cache.holdings
+        return [i for i in due if holdings[states[i].req].staged and not states[i].drafts]
 
     def load(self, state: RequestState) -> float:
         """Tokens that the next verify pass of a request is expected to copy."""
@@ -161,6 +180,7 @@ class Tiers:
         serials = [state.serial for state in waiting]
         self._waiting = [s for s in self._waiting if s in serials]
         self._waiting += [s for s in serials if s not in self._waiting]
+        self._waited = self._waited + 1 if waiting else 0
         self._counters.waits += len(waiting)
         holdings = self._cache.holdings
         room_comes = any(held.staged for held in holdings.values()) or any(

@@ -1,0 +1,141 @@
+"""Whose turn it is: the control flow of staging, on a tree that only counts slots."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.core import Action, Counters
+from sglang_vericache.platform import bootstrap
+
+bootstrap.install()
+
+from sglang_vericache.speculative.tiers import PATIENCE, Tiers  # noqa: E402
+
+SIZE = 100
+DRAFT, VERIFY, WAIT = Action.DRAFT, Action.VERIFY, Action.WAIT
+
+
+class Tree:
+    """Stands in for ``TieredCache``: prefixes of ``SIZE`` tokens in ``slots`` slots."""
+
+    def __init__(self, slots):
+        self.slots, self.holdings, self.stuck, self.refused = slots, {}, set(), False
+        self.finished_copies = 0
+
+    def is_offloaded(self, req):
+        return req in self.holdings and not self.holdings[req].staged
+
+    def stage(self, req):
+        if SIZE * (1 + sum(held.staged for held in self.holdings.values())) > self.slots:
+            return None
+        self.holdings[req].staged = True
+        return SIZE
+
+    def release(self, req):
+        self.holdings[req].staged = False
+
+    def finish_copies(self):
+        self.finished_copies += 1
+
+    def start_copies(self):
+        return -1
+
+    def await_copy(self, req):
+        pass
+
+    def copy_ahead(self, reqs):
+        return sum(self.stage(req) or 0 for req in reqs)
+
+    def can_offload(self, req):
+        return True
+
+
+class Req:
+    def __init__(self):
+        self.kv = SimpleNamespace(cache_protected_len=SIZE)
+
+
+@pytest.fixture
+def setup():
+    def make(requests, slots):
+        tree = Tree(slots)
+        states = [
+            SimpleNamespace(req=Req(), serial=i, drafts=[1], has_view=True, view_length=50, limit=8)
+            for i in range(requests)
+        ]
+        for state in states:
+            tree.holdings[state.req] = SimpleNamespace(staged=False)
+        return Tiers(tree, None, VeriCacheConfig(tier="host"), Counters()), tree, states
+
+    return make
+
+
+def test_who_waited_longest_goes_first(setup):
+    """k = 1, three requests, room for one: nobody starves."""
+    tiers, tree, states = setup(3, SIZE)
+    verified = {0: 0, 1: 0, 2: 0}
+    for _ in range(30):
+        wanted = [VERIFY if state.drafts else DRAFT for state in states]
+        actions, _, _ = tiers.arrange(states, wanted, ())
+        for state, action in zip(states, actions, strict=True):
+            if action is VERIFY:
+                verified[state.serial] += 1
+                state.drafts = []
+            elif action is DRAFT:
+                state.drafts = [1]
+    assert min(verified.values()) >= 8, verified
+    assert not tree.stuck
+
+
+def test_room_that_comes_back_is_no_reason_to_retract(setup):
+    tiers, tree, states = setup(2, SIZE)
+    actions, loaded, _ = tiers.arrange(states, [VERIFY, VERIFY], ())
+    assert actions == [VERIFY, WAIT] and loaded == SIZE
+    assert not tree.stuck and tree.finished_copies == 1
+
+
+def test_nobody_can_go_on(setup):
+    tiers, tree, states = setup(3, SIZE - 1)
+    actions, loaded, _ = tiers.arrange(states, [VERIFY, VERIFY, DRAFT], ())
+    assert actions == [WAIT, WAIT, DRAFT] and loaded == 0
+    assert tree.stuck == {states[0].req, states[1].req}
+    assert tree.finished_copies == 1, "copies are waited for once an iteration"
+
+
+def test_a_copy_ahead_is_not_released_and_takes_no_room_from_who_waits(setup):
+    tiers, tree, states = setup(2, 2 * SIZE)
+    tiers.arrange(states, [DRAFT, DRAFT], {1})
+    assert tree.holdings[states[1].req].staged and not tree.holdings[states[0].req].staged
+    tiers.arrange(states, [DRAFT, DRAFT], {1})
+    assert tree.holdings[states[1].req].staged
+    tree.slots = SIZE
+    actions, _, _ = tiers.arrange(states, [VERIFY, DRAFT], {1})
+    assert actions[0] is WAIT
+    tree.release(states[1].req)
+    tree.slots = 0
+    tiers.arrange(states, [VERIFY, DRAFT], {1})
+    assert not tree.holdings[states[1].req].staged
+
+
+def test_plain_decoding_on_staged_kv_yields_after_a_while(setup):
+    tiers, tree, states = setup(2, SIZE)
+    plain, _ = states
+    tiers.arrange(states, [VERIFY, DRAFT], ())
+    plain.drafts = []
+    history = [tiers.arrange(states, [VERIFY, VERIFY], ())[0] for _ in range(PATIENCE + 1)]
+    assert history[:PATIENCE] == [[VERIFY, WAIT]] * PATIENCE
+    assert history[PATIENCE] == [WAIT, VERIFY]
+    assert not tree.stuck
+
+
+def test_only_new_residents_are_expected_to_leave(setup):
+    tiers, tree, states = setup(2, SIZE - 1)
+    resident = states[1]
+    del tree.holdings[resident.req]
+    resident.has_view = False
+    tiers.arrange(states, [VERIFY, VERIFY], ())
+    assert not tree.stuck, "the newcomer will leave its KV to the host"
+    resident.has_view = True
+    tiers.arrange(states, [VERIFY, DRAFT], ())
+    assert tree.stuck == {states[0].req}
