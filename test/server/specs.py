@@ -54,6 +54,13 @@ TIERED = {
 }
 # Only under pressure.
 TIERED_AUTO = ServerSpec((*_TIER, "--vericache-tier", "auto"))
+# A host pool of little more than one prompt.
+TIERED_TIGHT = ServerSpec(
+    (
+        *(*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "0.32"),
+        *("--vericache-tier", "host"),
+    )
+)
 # Copies that start up to 20 ms late, layer by layer.
 SABOTEUR_PATH = str(Path(__file__).parent / "saboteur")
 TIERED_LATE = ServerSpec(

@@ -12,7 +12,7 @@ import pytest
 from server.comparing import assert_identical
 from server.harness import Ask
 from server.serving import TOOL
-from server.specs import COMPRESSORS, TIER_TOKENS, TIERED, TIERED_AUTO, TIERED_LATE
+from server.specs import COMPRESSORS, TIER_TOKENS, TIERED, TIERED_AUTO, TIERED_LATE, TIERED_TIGHT
 
 CONTEXT = 700
 # All but identity: a copy of everything saves nothing, so such a request stays on the device.
@@ -189,6 +189,43 @@ def test_turns_of_a_chat(server, off, make_corpus):
         server.concurrently(others)
         known = len(history) + len(found.ids) - 1
         history += found.ids + tuple(corpus.prompt(20))
+
+
+@HOST
+def test_a_salt_holds_below_the_device(server, make_corpus):
+    """H11: another salt finds nothing, on either tier; the same one finds all."""
+    prompt = tuple(make_corpus().prompts(20, CONTEXT)[19])
+
+    def cached(salt):
+        return server.ask(prompt, 4, fields={"cache_salt": salt}).meta
+
+    assert cached("a")["cached_tokens"] == 0
+    assert cached("b")["cached_tokens"] == 0
+    server.concurrently(asks(make_corpus, 8, 2))  # push both off the device
+    assert cached("c")["cached_tokens"] == 0
+    found = cached("a")
+    assert found["cached_tokens"] == CONTEXT - 1
+    assert found["cached_tokens_details"]["host"] > 0
+
+
+@pytest.mark.server(TIERED_TIGHT)
+def test_a_host_pool_of_one_request(server, off, make_corpus):
+    """H4: whoever finds no room there stays on the device."""
+    given = asks(make_corpus, 8, 24)
+    before = server.counters()["offloads"]
+    found = server.concurrently(given)
+    assert_identical(found, off["bfloat16"].answers(given))
+    assert server.counters()["offloads"] > before
+    tiers = server.get("/vericache")["ranks"][0]["tiers"]
+    assert CONTEXT < tiers["host"] < 1.4 * CONTEXT
+
+
+@pytest.mark.server(TIERED_TIGHT)
+def test_many_small_requests_get_through(server, off, make_corpus):
+    """H9: a host pool smaller than the device's starves nobody."""
+    prompts = make_corpus().prompts(23, TIER_TOKENS // 20)
+    given = [Ask(tuple(prompt), 12, {"draft_len": 4}) for prompt in prompts]
+    assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
 
 
 @pytest.mark.server(TIERED_LATE)
