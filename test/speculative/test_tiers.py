@@ -61,7 +61,10 @@ def setup():
     def make(requests, slots):
         tree = Tree(slots)
         states = [
-            SimpleNamespace(req=Req(), serial=i, drafts=[1], has_view=True, view_length=50, limit=8)
+            SimpleNamespace(
+                **{"req": Req(), "serial": i, "drafts": [1], "has_view": True},
+                **{"view_length": 50, "limit": 8, "dropper": SimpleNamespace(drops=True)},
+            )
             for i in range(requests)
         ]
         for state in states:
@@ -129,13 +132,12 @@ def test_plain_decoding_on_staged_kv_yields_after_a_while(setup):
     assert not tree.stuck
 
 
-def test_only_new_residents_are_expected_to_leave(setup):
+def test_only_residents_that_draft_from_less_are_expected_to_leave(setup):
     tiers, tree, states = setup(2, SIZE - 1)
     resident = states[1]
     del tree.holdings[resident.req]
-    resident.has_view = False
     tiers.arrange(states, [VERIFY, VERIFY], ())
-    assert not tree.stuck, "the newcomer will leave its KV to the host"
-    resident.has_view = True
+    assert not tree.stuck, "the resident will leave its KV to the host"
+    resident.dropper.drops = False
     tiers.arrange(states, [VERIFY, DRAFT], ())
     assert tree.stuck == {states[0].req}

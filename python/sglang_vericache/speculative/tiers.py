@@ -183,9 +183,10 @@ class Tiers:
         self._waited = self._waited + 1 if waiting else 0
         self._counters.waits += len(waiting)
         holdings = self._cache.holdings
+        # A resident leaves before its next round, or ends.
         room_comes = any(held.staged for held in holdings.values()) or any(
-            state.req not in holdings and not state.has_view and self._wants(state.req, state.limit)
-            for state in states
+            s.req not in holdings and s.dropper.drops and self._wants(s.req, s.limit)
+            for s in states
         )
         self._cache.stuck = set() if room_comes else {state.req for state in waiting}
 
