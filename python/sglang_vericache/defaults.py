@@ -39,9 +39,8 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
     if config.offloads:
         use_host_tier(server_args)
     if shims.needed() and server_args.enable_hierarchical_cache:
-        decided_on_cpu = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
-        for field, value in decided_on_cpu.items():
-            setattr(server_args, field, value)
+        server_args.hicache_io_backend = "direct"
+        server_args.hicache_mem_layout = "layer_first"
     open_fields: dict[str, Any] = {"max_running_requests": MAX_RUNNING_REQUESTS}
     if shims.needed():
         if server_args.enable_deterministic_inference:

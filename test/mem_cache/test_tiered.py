@@ -280,13 +280,7 @@ def test_any_order_of_events(page, host_ratio, data):
 def test_full_kv_comes_back_as_it_was():
     """Precondition of the above: prefixes do leave the device, and come back."""
     model = Model(1)
-    model.start(list(range(1, 33)))
-    (req,) = model.running
-    model.offload(req)
-    model.events()
-    model.sync()
-    model.events()
-    model.evict(SLOTS)
+    req = host_only(model, list(range(1, 33)))
     assert model.allocator.available_size() == model.total - model.cache.compressed_size()
     model.stage(req)
     assert model.staged == 32

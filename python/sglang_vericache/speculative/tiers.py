@@ -192,11 +192,8 @@ class Tiers:
 
     def _gives_back(self, req: Req) -> int:
         """Prompt tokens that a newcomer will leave to the host."""
-        config, chosen, length = (
-            self._config,
-            choices_of(req, self._config),
-            len(req.origin_input_ids),
-        )
+        config, length = self._config, len(req.origin_input_ids)
+        chosen = choices_of(req, config)
         drafts = chosen.limit > 0 and (config.draft_len is not None or length >= config.min_context)
         if not drafts or chosen.unverified or not chosen.dropper.drops or req.session is not None:
             return 0
