@@ -11,13 +11,29 @@ PLAIN = {
     **{"disable_radix_cache": False, "radix_cache_backend": None, "tp_size": 1},
     **{"strip_thinking_cache": False, "hicache_host_memory_mode": "cache"},
     **{"enable_lmcache": False, "enable_flexkv": False, "enable_hierarchical_cache": False},
+    **{"hicache_storage_backend": None, "hicache_storage_prefetch_policy": "timeout"},
 }
 
 
 def test_a_tier_turns_the_host_pool_and_our_tree_on():
     record = SimpleNamespace(**PLAIN)
-    defaults.use_host_tier(record)
+    defaults.use_host_tier(record, "host")
     assert record.enable_hierarchical_cache and record.radix_cache_backend == "vericache"
+    assert record.hicache_storage_backend is None
+
+
+@pytest.mark.parametrize("backend", [None, "mooncake"])
+def test_the_remote_tier_turns_a_store_on(backend):
+    record = SimpleNamespace(**PLAIN | {"hicache_storage_backend": backend})
+    defaults.use_host_tier(record, "remote")
+    assert record.hicache_storage_backend == (backend or "file")
+    assert record.hicache_storage_prefetch_policy == "wait_complete"
+
+
+def test_the_remote_tier_waits_for_all_of_a_prefix():
+    record = SimpleNamespace(**PLAIN | {"hicache_storage_prefetch_policy": "best_effort"})
+    with pytest.raises(ValueError, match="--hicache-storage-prefetch-policy best_effort"):
+        defaults.use_host_tier(record, "remote")
 
 
 @pytest.mark.parametrize(
@@ -35,15 +51,14 @@ def test_a_tier_turns_the_host_pool_and_our_tree_on():
 def test_what_a_tier_cannot_work_with(field, value, words):
     record = SimpleNamespace(**PLAIN | {field: value})
     with pytest.raises(ValueError, match="--vericache-tier") as refused:
-        defaults.use_host_tier(record)
+        defaults.use_host_tier(record, "auto")
     assert words in str(refused.value)
     assert record.enable_hierarchical_cache is False
 
 
-@pytest.mark.parametrize("tier", ["disk", "remote"])
-def test_an_unknown_tier_lists_the_known_ones(tier):
-    with pytest.raises(ValueError, match="supported: resident, host, auto"):
-        from_options({"vericache_tier": tier})
+def test_an_unknown_tier_lists_the_known_ones():
+    with pytest.raises(ValueError, match="supported: resident, host, auto, remote"):
+        from_options({"vericache_tier": "disk"})
 
 
 def test_a_tier_without_drafts_is_refused():

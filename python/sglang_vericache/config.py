@@ -28,6 +28,8 @@ TIERS = {
     "resident": "full KV stays on the device",
     "host": "requests that draft leave their full KV to host memory between verify passes",
     "auto": "as resident while requests fit, as host when they do not",
+    "remote": "as auto, and a prompt found only in a store (--hicache-storage-backend, default "
+    "file) drafts from its compressed copy until its full KV has arrived",
 }
 
 

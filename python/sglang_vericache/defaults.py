@@ -37,7 +37,7 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
     for field, value in decided.items():
         setattr(server_args, field, value)
     if config.offloads:
-        use_host_tier(server_args)
+        use_host_tier(server_args, config.tier)
     if shims.needed() and server_args.enable_hierarchical_cache:
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "layer_first"
@@ -62,8 +62,8 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
             setattr(server_args, field, value)
 
 
-def use_host_tier(server_args: Any) -> None:
-    """Fields of SGLang's HiCache, which keeps full KV in host memory.
+def use_host_tier(server_args: Any, tier: str) -> None:
+    """Fields of SGLang's HiCache, which keeps full KV in host memory and remote stores.
 
     Raises:
         ValueError: a flag contradicts ``--vericache-tier``.
@@ -82,9 +82,16 @@ def use_host_tier(server_args: Any) -> None:
         == "buffer_only",
         "--enable-lmcache": server_args.enable_lmcache,
         "--enable-flexkv": server_args.enable_flexkv,
+        # It would start before its prefix is there, and compute what is on its way.
+        "--hicache-storage-prefetch-policy best_effort": tier == "remote"
+        and server_args.hicache_storage_prefetch_policy == "best_effort",
     }
     for flag, given in wrong.items():
         if given:
-            raise ValueError(f"--vericache-tier host|auto cannot be combined with {flag}")
+            raise ValueError(f"--vericache-tier {tier} cannot be combined with {flag}")
     server_args.radix_cache_backend = NAME
     server_args.enable_hierarchical_cache = True
+    if tier == "remote":
+        server_args.hicache_storage_backend = server_args.hicache_storage_backend or "file"
+        # A request that drafts meanwhile loses nothing by waiting for all of its prefix.
+        server_args.hicache_storage_prefetch_policy = "wait_complete"

@@ -39,10 +39,10 @@ def register() -> None:
 def table() -> tuple[Hook, ...]:
     """Every hook of this package into SGLang."""
     from sglang_vericache.entrypoints import admission, status
-    from sglang_vericache.mem_cache import reserve
+    from sglang_vericache.mem_cache import reserve, span_store
     from sglang_vericache.platform import allocation, model
     from sglang_vericache.sampling import hooks as sampling
-    from sglang_vericache.speculative import algorithm, sessions, zero_commit
+    from sglang_vericache.speculative import algorithm, provisional, sessions, zero_commit
 
     return (
         Hook(
@@ -66,6 +66,8 @@ def table() -> tuple[Hook, ...]:
         *model.HOOKS,
         *allocation.HOOKS,
         *reserve.HOOKS,
+        *span_store.HOOKS,
+        *provisional.HOOKS,
         *admission.HOOKS,
         *status.HOOKS,
     )

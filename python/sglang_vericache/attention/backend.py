@@ -57,7 +57,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
         assert rows is not None
         views = rows.views
         return DecoderRows(
-            req_to_token=self.req_to_token,
+            req_to_token=self.req_to_token if rows.table is None else rows.table,
             q_indptr=rows.q_indptr,
             req_row=rows.req_row,
             tail_start=rows.tail_start,
@@ -116,7 +116,8 @@ class VeriCacheAttentionBackend(AttentionBackend):
         if rows.captured is not None:
             self._queries.append(q.index_select(0, rows.captured))
         views = rows.views
-        longest = self.req_to_token.shape[1]
+        table = self.req_to_token if rows.table is None else rows.table
+        longest = table.shape[1]
         if views is None:
             indices = start = length = None
         else:
@@ -126,7 +127,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
             q,
             k_pool,
             v_pool,
-            self.req_to_token,
+            table,
             rows.q_indptr,
             rows.req_row,
             rows.tail_start,

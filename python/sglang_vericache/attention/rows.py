@@ -44,6 +44,7 @@ class Rows:
             sees; each earlier row sees one token less.
         views: draft views, or None if every group reads its full KV.
         captured: rows whose queries are kept for compression, int64, or None.
+        table: int32 ``[requests, columns]`` to read instead of ``req_to_token``.
     """
 
     q_indptr: Tensor
@@ -52,6 +53,7 @@ class Rows:
     tail_end: Tensor
     views: ViewLists | None = None
     captured: Tensor | None = None
+    table: Tensor | None = None
 
 
 def full_rows(forward_batch: ForwardBatch) -> Rows:

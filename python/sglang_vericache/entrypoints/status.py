@@ -108,6 +108,8 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "staged_tokens": total.staged_tokens,
         "copied_ahead": total.copied_ahead,
         "waits": total.waits,
+        "provisional": total.provisional,
+        "proposed": total.proposed,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
         },

@@ -20,7 +20,9 @@ def admit(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, req, *args, **kwargs)
     finally:
         self.memory_budget.total_offset -= reserve
-    self.tree_cache.refused |= result is AddReqResult.NO_TOKEN
+    if result is AddReqResult.NO_TOKEN:
+        self.tree_cache.refused = True
+        self.tree_cache.give_up_room()
     return result
 
 

@@ -8,7 +8,7 @@ only (``offload``), get them back for one pass (``stage``) and give the device s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
+
+from sglang_vericache.config import config_of
+from sglang_vericache.mem_cache.span_store import SpanStore, namespace_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -61,6 +64,11 @@ class TieredCache(UnifiedRadixCache):
         self.gives_back: Callable[[Req], int] = lambda req: 0
         # Requests that no verify pass can run for until somebody gives up room.
         self.stuck: set[Req] = set()
+        # Slots lent to whoever asked, by borrower; and how to ask for them all.
+        self.lent: dict[Hashable, Tensor] = {}
+        self.give_up_room: Callable[[], None] = lambda: None
+        # Compressed copies in a store, with ``--vericache-tier remote``.
+        self.spans: SpanStore | None = None
         # Whether slots were given up since admission was last asked, and whether it said no.
         self.made_room = self.refused = False
 
@@ -68,6 +76,7 @@ class TieredCache(UnifiedRadixCache):
         """Forget everything, once no copy runs any more."""
         if getattr(self, "holdings", None) is not None:
             self.finish_copies()
+            self.give_up_room()
             self.holdings.clear()
             self.stuck.clear()
         super().reset()
@@ -76,6 +85,15 @@ class TieredCache(UnifiedRadixCache):
         """Set up the host pool; prefixes of any length come back from it."""
         super().init_hicache(server_args, params)
         self.load_back_threshold = 1
+        config = config_of(server_args)
+        if config is not None and config.tier == "remote":
+            controller = self.cache_controller
+            self.spans = SpanStore(
+                lambda: controller.storage_backend,
+                self.page_size,
+                namespace_of(config, server_args),
+            )
+            controller.vericache_spans = self.spans
 
     def allocate(self, tokens: int) -> Tensor | None:
         """Device slots for a compressed copy, evicting cached prefixes; None if there is no room.
@@ -90,6 +108,33 @@ class TieredCache(UnifiedRadixCache):
             self.evict_for_alloc(EvictParams(num_tokens=missing))
         found: Tensor | None = allocator.alloc(size)
         return None if found is None else found.long()
+
+    def lend(self, borrower: Hashable, tokens: int) -> Tensor | None:
+        """``allocate`` for a borrower, which holds nothing yet, until ``take_back``."""
+        assert borrower not in self.lent
+        slots = self.allocate(tokens)
+        if slots is not None:
+            self.lent[borrower] = slots
+        return slots
+
+    def take_back(self, borrower: Hashable) -> None:
+        """Free what was lent."""
+        self.token_to_kv_pool_allocator.free(self.lent.pop(borrower))
+
+    def prefetch_from_storage(
+        self, request: Any, last_host_node_id: int, new_input_tokens: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Also read the compressed copy of a prefix whose full KV is going to be read."""
+        known = request in self.ongoing_prefetch
+        result = super().prefetch_from_storage(
+            request, last_host_node_id, new_input_tokens, *args, **kwargs
+        )
+        if self.spans is not None and not known and request in self.ongoing_prefetch:
+            tokens = [*(kwargs.get("matched_prefix_tokens") or ()), *new_input_tokens]
+            names = self.spans.names(tokens, kwargs.get("extra_key"), kwargs.get("cache_salt"))
+            if names:
+                self.spans.request(request, names)
+        return result
 
     def can_offload(self, req: Req) -> bool:
         """Whether the tree owns a prefix of the request, and the request may enter it."""
@@ -268,8 +313,9 @@ class TieredCache(UnifiedRadixCache):
         return int(super().protected_size()) + self.compressed_size()
 
     def compressed_size(self) -> int:
-        """Slots of compressed copies."""
-        return sum(len(holding.slots) for holding in self.holdings.values())
+        """Slots of compressed copies and of drafts made before full KV arrived."""
+        held = sum(len(holding.slots) for holding in self.holdings.values())
+        return held + sum(len(slots) for slots in self.lent.values())
 
     def usage(self) -> dict[str, int]:
         """What is where now, in tokens of full KV (a compressed copy of n slots counts n).

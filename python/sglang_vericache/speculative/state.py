@@ -28,7 +28,7 @@ class RequestState:
         req: the request; ``req.kv.kv_committed_len`` tokens of it have exact KV.
         serial: names this state; a request id may come back while the planner still knows it.
         retractions: its retraction count when this state was made.
-        dropper, settings: how its draft view is chosen.
+        compressor, dropper, settings: how its draft view is chosen.
         limit: most tokens it drafts in a round; 0 decodes plainly.
         unverified: commits what it reads from its view, token by token, as it is.
         queries: ``[L, n, HQ, D]`` chunks of the latest tokens' queries, for the next compression.
@@ -41,11 +41,14 @@ class RequestState:
         drafts: tokens drafted since the last verify pass.
         margins: of those drafts, in logits; empty with a fixed draft length.
         drafted: tokens drafted in all finished rounds, those before a retraction included.
+        proposals: what somebody else expects to follow the committed tokens; drafts of the next
+            round.
     """
 
     req: Req
     serial: int
     retractions: int
+    compressor: str
     dropper: Dropper
     settings: Settings
     limit: int
@@ -61,6 +64,7 @@ class RequestState:
     drafts: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     drafted: int = 0
+    proposals: list[int] = field(default_factory=list)
 
     @property
     def row(self) -> int:
@@ -75,6 +79,17 @@ class RequestState:
     def add_queries(self, queries: Tensor, window: int) -> None:
         """Remember the queries of tokens just accepted, ``[L, n, HQ, D]``."""
         _append(self.queries, queries, window)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Hear what was committed; proposals that it contradicts are worth nothing."""
+        count = len(tokens)
+        agrees = self.proposals[:count] == list(tokens)
+        self.proposals = self.proposals[count:] if agrees else []
+
+    def take_proposals(self, context_limit: int) -> None:
+        """Begin a round whose drafts are there already."""
+        if self.proposals and not self.drafts:
+            self.drafts = self.proposals[: self.draft_state(0, context_limit).limit]
 
     def draft_state(self, min_context: int, context_limit: int, load: float = 0) -> DraftState:
         """What the planner is told; ``load`` as in ``DraftState``."""
@@ -112,6 +127,7 @@ class Requests:
         self._serials = itertools.count()
         # By request object: gone with a request that never decodes.
         self._prompt_queries: WeakKeyDictionary[Req, list[Tensor]] = WeakKeyDictionary()
+        self._proposals: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
@@ -119,6 +135,10 @@ class Requests:
     def keep_queries(self, req: Req, queries: Tensor, window: int) -> None:
         """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes."""
         _append(self._prompt_queries.setdefault(req, []), queries, window)
+
+    def propose(self, req: Req, tokens: list[int]) -> None:
+        """Offer the output expected of a request that has not started."""
+        self._proposals[req] = tokens
 
     def running(self, reqs: Sequence[Req]) -> list[RequestState]:
         """States of a decode batch, in its order; forgets every other request."""
@@ -133,22 +153,27 @@ class Requests:
 
     def _new(self, req: Req) -> RequestState:
         chosen = choices_of(req, self._config)
-        return RequestState(
+        state = RequestState(
             req=req,
             serial=next(self._serials),
             retractions=req.retraction_count,
+            compressor=chosen.compressor,
             dropper=chosen.dropper,
             settings=chosen.settings,
             limit=chosen.limit,
             unverified=chosen.unverified,
             queries=self._prompt_queries.pop(req, []),
             drafted=req.spec_num_cap_tokens,
+            proposals=self._proposals.pop(req, []),
         )
+        state.follow(req.output_ids)
+        return state
 
 
 class Choices(NamedTuple):
     """How a request is decoded; see ``RequestState``."""
 
+    compressor: str
     dropper: Dropper
     settings: Settings
     limit: int
@@ -161,8 +186,10 @@ def choices_of(req: Req, config: VeriCacheConfig) -> Choices:
     narrowing = {key: value for key, value in asked.items() if key not in CHOICES}
     settings = config.compressor_settings.narrowed(narrowing)
     limit = min(asked.get("draft_len", config.reserved_draft_len), config.reserved_draft_len)
+    compressor = asked.get("compressor", config.compressor)
     return Choices(
-        dropper=create(asked.get("compressor", config.compressor), settings),
+        compressor=compressor,
+        dropper=create(compressor, settings),
         settings=settings,
         limit=limit if asked.get("enabled", True) else 0,
         unverified=bool(asked.get("unverified", False)),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_vericache.config import VeriCacheConfig
-from sglang_vericache.core import Action, Counters
+from sglang_vericache.core import Action, Counters, DraftView
 from sglang_vericache.mem_cache.tiered import TieredCache
 from sglang_vericache.scheduler import Link
 from sglang_vericache.speculative.state import choices_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang_vericache.speculative.state import RequestState
     from sglang_vericache.speculative.views import ViewChooser
 
-# ``auto`` offloads while less than this share of the device's slots is free or evictable.
+# Tiers but ``host`` offload while less than this share of device slots is free or evictable.
 LOW_WATER = 0.25
 LOADED_RATE = 0.1
 # Iterations that somebody waits before a request that decodes plainly on its staged KV yields.
@@ -30,7 +30,7 @@ class Tiers:
     Args:
         cache: holds both copies.
         chooser: files the views that drafts read.
-        config: tier ``host`` offloads every request that drafts, ``auto`` under pressure.
+        config: tier ``host`` offloads every request that drafts, the others under pressure.
         counters: counts what is moved.
     """
 
@@ -56,7 +56,9 @@ class Tiers:
         self._cache.keep(state.req)  # the copy of its last view is not read any more
         if offloads:
             self._cache.publish(state.req)  # may move KV to slots the tree had
-        self._chooser.choose(state)
+        view = self._chooser.choose(state)
+        if view is not None:
+            self._store_copy(state, view)
         if offloads and state.view_length:
             self._offload(state)
 
@@ -197,7 +199,7 @@ class Tiers:
         drafts = chosen.limit > 0 and (config.draft_len is not None or length >= config.min_context)
         if not drafts or chosen.unverified or not chosen.dropper.drops or req.session is not None:
             return 0
-        if config.tier == "auto" and not self._is_low():
+        if config.tier != "host" and not self._is_low():
             return 0
         return length - chosen.settings.budget.tokens(length)
 
@@ -213,6 +215,26 @@ class Tiers:
         allocator = self._cache.token_to_kv_pool_allocator
         left = allocator.available_size() + self._cache.evictable_size()
         return self._cache.refused or left < LOW_WATER * allocator.size
+
+    def _store_copy(self, state: RequestState, view: DraftView) -> None:
+        """Have the compressed copy written beside the full KV that SGLang writes."""
+        spans, req = self._cache.spans, state.req
+        own = (self._config.compressor_settings, self._config.compressor)
+        if (
+            spans is None
+            or req.skip_radix_cache_insert
+            or own
+            != (
+                state.settings,
+                state.compressor,
+            )
+        ):
+            return
+        tokens = [*req.origin_input_ids, *req.output_ids][: view.length]
+        names = spans.names(tokens, req.extra_key, req.cache_salt)
+        if names and not spans.is_known(names):
+            on_host = DraftView(tuple(lists.cpu() for lists in view.layers), view.length)
+            spans.publish(names, on_host, *self._chooser.listed(state, view))
 
     def _offload(self, state: RequestState) -> None:
         store = self._chooser.store

@@ -11,6 +11,7 @@ import torch
 from sgl_kernel_ext import key_scores
 from sglang_vericache.compressors import LayerContext, compress, create, names
 from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.views import ViewStore
 
 if TYPE_CHECKING:
@@ -48,17 +49,20 @@ class ViewChooser:
             device=self.req_to_token.device,
         )
 
-    def choose(self, state: RequestState) -> None:
+    def choose(self, state: RequestState) -> DraftView | None:
         """Choose and file the view of a request from its committed KV.
 
         Without the queries that its method needs the view is everything, until the first verify
         pass brings some.
+
+        Returns:
+            What was filed; None if the view is everything.
         """
         length = state.req.kv.kv_committed_len
         if state.dropper.query_rows and not state.queries:
             state.has_view, state.chosen_at = True, NEVER
             state.view_length, state.view_kept = 0, 0.0
-            return
+            return None
         slots = self.req_to_token[state.row, :length]
         view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
         state.has_view, state.chosen_at = True, length
@@ -67,9 +71,29 @@ class ViewChooser:
             self.store.widen(self.num_kv_heads)
         if view.is_full:
             state.view_length, state.view_kept = 0, 0.0
-            return
+            return None
         self.store.put(state.row, view, slots)
         state.view_length, state.view_kept = length, view.mean_kept
+        return view
+
+    def listed(self, state: RequestState, view: DraftView) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values that a view of a request lists, on the host.
+
+        Returns:
+            Per layer ``[Hv, n, W]``; W is all KV heads times head_dim where they share a list,
+            else head_dim.
+        """
+        slots = self.req_to_token[state.row]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for layer, positions in enumerate(view.layers):
+            lists = slots[positions.long()].long()
+            heads = torch.arange(len(lists), device=lists.device)[:, None]
+            buffers = self.pool.get_kv_buffer(self.pool.start_layer + layer)
+            for buffer, rows in zip(buffers, (keys, values), strict=True):
+                listed = buffer[lists].flatten(2) if len(lists) == 1 else buffer[lists, heads]
+                rows.append(listed.cpu())
+        return keys, values
 
     def _layers(self, state: RequestState, slots: Tensor) -> Iterator[LayerContext]:
         queries = torch.cat(state.queries, dim=1) if state.queries else None

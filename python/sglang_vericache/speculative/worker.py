@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from sglang_vericache.config import config_of
 from sglang_vericache.core import Action, Counters
 from sglang_vericache.sampling.settle import Settled, settle, write_logprobs
 from sglang_vericache.scheduler import Planner
+from sglang_vericache.speculative.provisional import Provisional
 from sglang_vericache.speculative.ragged_input import RaggedInput
 from sglang_vericache.speculative.ragged_pass import RaggedPass
 from sglang_vericache.speculative.state import Requests, RequestState
@@ -21,9 +23,11 @@ from sglang_vericache.speculative.views import ViewChooser
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
+
+    from sglang_vericache.mem_cache.tiered import TieredCache
 
 # Automatic refresh: after this many rounds, if fewer than this share of their drafts was accepted.
 REFRESH_ROUNDS, REFRESH_BELOW = 8, 0.5
@@ -50,6 +54,7 @@ class VeriCacheWorker(BaseSpecWorker):
         self.requests = Requests(config)
         self.counters = Counters()
         self.tiers: Tiers | None = None
+        self.provisional: Provisional | None = None
         self.planner = (
             Planner.adaptive(config.max_draft_len)
             if config.draft_len is None
@@ -85,6 +90,14 @@ class VeriCacheWorker(BaseSpecWorker):
             self.planner.observe(time.perf_counter() - started)
         return result
 
+    def draft_provisionally(self, cache: TieredCache, waiting: Sequence[Req]) -> None:
+        """Draft for requests whose full KV a store has yet to deliver."""
+        if self.provisional is None:
+            self.provisional = Provisional(
+                self.target_worker, cache, self.requests, self.config, self.counters
+            )
+        self.provisional.step(waiting)
+
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         result = self.target_worker.forward_batch_generation(batch)
         if (queries := self.attention.take_queries()) is not None:
@@ -102,6 +115,8 @@ class VeriCacheWorker(BaseSpecWorker):
         gate = self.config.min_context if self.config.draft_len is None else 0
         limit = self.target_worker.model_runner.model_config.context_len
         verified = [s for s in states if not s.unverified]
+        for state in verified:
+            state.take_proposals(limit)
         loads = [0.0 if self.tiers is None else self.tiers.load(s) for s in verified]
         planned = self.planner.plan(
             [s.draft_state(gate, limit, load) for s, load in zip(verified, loads, strict=True)],
@@ -174,6 +189,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 fresh = queries[:, captured : captured + accepted]
                 captured += drafted + 1
                 state.add_queries(fresh, self.chooser.query_rows)
+            state.follow(run)
             self._end_round(state, drafted, accepted - 1)
         if batch.return_logprob:
             write_logprobs(output, settled.logprobs, len(step.states), self.slots)

@@ -1,0 +1,188 @@
+"""Compressed copies in a remote store, beside the full KV that SGLang's HiCache keeps there.
+
+A span is named by the hash of its last page, which covers everything before it, salt and adapter
+included, as SGLang names the page itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from torch import Tensor
+
+from sglang_vericache.core import DraftView
+from sglang_vericache.hooks import Hook
+from sglang_vericache.mem_cache.spans import CompressedCopy, cut, join, span_tokens
+
+logger = logging.getLogger(__name__)
+
+# Copies that wait to be written; more are not kept, so that a slow store costs no memory.
+MAX_PENDING = 8
+# Names of spans known to be stored.
+MAX_KNOWN = 1 << 16
+# Longest time that full KV waits for compressed copies to be read first.
+MAX_WAIT_SECONDS = 5.0
+
+
+class Storage(Protocol):
+    """What is needed of a store; both count their failures themselves and raise nothing."""
+
+    def put_blob(self, key: str, data: bytes) -> bool: ...
+
+    def get_blob(self, key: str) -> bytes | None: ...
+
+
+class _Copy(NamedTuple):
+    names: list[str]
+    view: DraftView
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class SpanStore:
+    """Writes and reads compressed copies on threads of its own.
+
+    Args:
+        storage: returns where spans go; None while nothing is attached.
+        page_size: of the tree, whose prefix hashes name the spans.
+        namespace: tells copies of this model and compressor from others.
+    """
+
+    def __init__(self, storage: Callable[[], Storage | None], page_size: int, namespace: str):
+        self._storage, self._page_size = storage, page_size
+        self.tokens = span_tokens(page_size)
+        self._namespace = hashlib.sha256(namespace.encode()).hexdigest()[:16]
+        self._known: dict[str, None] = {}
+        self._copies: queue.Queue[_Copy] = queue.Queue(MAX_PENDING)
+        self._wanted: queue.Queue[tuple[Hashable, list[str]]] = queue.Queue()
+        self._arrived: queue.Queue[tuple[Hashable, CompressedCopy]] = queue.Queue()
+        self._unread = 0
+        self._idle = threading.Condition()
+        for work in (self._write_all, self._read_all):
+            threading.Thread(target=work, daemon=True, name=f"vericache{work.__name__}").start()
+
+    def names(self, tokens: Sequence[int], extra_key: str | None, salt: str | None) -> list[str]:
+        """Keys of the whole spans of a prefix."""
+        count = len(tokens) // self.tokens
+        key = RadixKey(tokens[: count * self.tokens], extra_key=extra_key, cache_salt=salt)
+        hashes = get_storage_hash_str(key, None, page_size=self._page_size) if count else []
+        pages = self.tokens // self._page_size
+        return [f"vericache-{self._namespace}-{name}" for name in hashes[pages - 1 :: pages]]
+
+    def publish(
+        self, names: list[str], view: DraftView, keys: list[Tensor], values: list[Tensor]
+    ) -> bool:
+        """Have the copy of a prefix written; see ``spans.cut`` for the arguments.
+
+        Returns:
+            False if too many wait already.
+        """
+        try:
+            self._copies.put_nowait(_Copy(names, view, keys, values))
+        except queue.Full:
+            return False
+        return True
+
+    def is_known(self, names: Sequence[str]) -> bool:
+        """Whether all of these were written or read before."""
+        return all(name in self._known for name in names)
+
+    def request(self, handle: Hashable, names: list[str]) -> None:
+        """Begin to read the copy of a prefix for whoever takes it from ``arrived``."""
+        with self._idle:
+            self._unread += 1
+        self._wanted.put((handle, names))
+
+    def arrived(self) -> list[tuple[Hashable, CompressedCopy]]:
+        """Copies read since the last call; those of which nothing was found are missing."""
+        found = []
+        while True:
+            try:
+                found.append(self._arrived.get_nowait())
+            except queue.Empty:
+                return found
+
+    def wait_until_read(self) -> None:
+        """Let the copies asked for be read first; for a thread that reads full KV."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._unread == 0, MAX_WAIT_SECONDS)
+
+    def _write_all(self) -> None:
+        while True:
+            copy = self._copies.get()
+            try:
+                storage = self._storage()
+                if storage is None:
+                    continue
+                blobs = cut(copy.view, copy.keys, copy.values, self.tokens)
+                for name, blob in zip(copy.names, blobs, strict=True):
+                    if name not in self._known and storage.put_blob(name, blob):
+                        self._remember(name)
+            except Exception:  # the thread outlives whatever a store raises
+                logger.exception("a compressed copy could not be stored")
+
+    def _read_all(self) -> None:
+        while True:
+            handle, names = self._wanted.get()
+            try:
+                blobs: list[bytes] = []
+                storage = self._storage()
+                for name in names:
+                    blob = None if storage is None else storage.get_blob(name)
+                    if blob is None:
+                        break
+                    blobs.append(blob)
+                    self._remember(name)
+                if blobs:
+                    self._arrived.put((handle, join(blobs, self.tokens)))
+            except Exception:
+                logger.exception("a compressed copy could not be read")
+            finally:
+                with self._idle:
+                    self._unread -= 1
+                    self._idle.notify_all()
+
+    def _remember(self, name: str) -> None:
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[name] = None
+
+
+def namespace_of(config: Any, server_args: Any) -> str:
+    """Model, dtype and compressor of a server."""
+    parts = (
+        server_args.model_path,
+        server_args.revision,
+        server_args.dtype,
+        config.compressor,
+        sorted(vars(config.compressor_settings).items()),
+    )
+    return repr(parts)
+
+
+def before_transfer(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``HiCacheController._page_transfer_kv_batch`` before: compressed copies come first."""
+    store: SpanStore | None = getattr(self, "vericache_spans", None)
+    if store is not None:
+        store.wait_until_read()
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.managers.cache_controller.HiCacheController._page_transfer_kv_batch",
+        (
+            *("self", "operation", "batch_hashes", "batch_host_indices", "extra_info"),
+            "kv_derived_transfers",
+        ),
+        "before",
+        before_transfer,
+        "reads in the order of arrival",
+    ),
+)

@@ -1,0 +1,190 @@
+"""Compressed copies as bytes, and their way through a store."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from sglang_vericache.core import DraftView
+from sglang_vericache.mem_cache.span_store import MAX_PENDING, SpanStore
+from sglang_vericache.mem_cache.spans import cut, join, span_tokens
+
+LAYERS, HEADS, DIM, TOKENS = 3, 2, 8, 16
+SLOTS = 100
+
+
+def copied(lists, length, dtype=torch.bfloat16, seed=0):
+    """A pool, a view of random positions and what the view lists."""
+    make = torch.Generator().manual_seed(seed)
+    pool = [
+        tuple(torch.randn(SLOTS, HEADS, DIM, generator=make).to(dtype) for _ in "kv")
+        for _ in range(LAYERS)
+    ]
+    layers = []
+    for layer in range(LAYERS):
+        kept = 5 + layer
+        rows = [torch.randperm(length, generator=make)[:kept].sort()[0] for _ in range(lists)]
+        layers.append(torch.stack(rows).int())
+    view = DraftView(tuple(layers), length)
+    view.check_integrity()
+    slots = torch.randperm(SLOTS, generator=make)[:length]
+    rows = [[], []]
+    for positions, pair in zip(layers, pool, strict=True):
+        for found, buffer in zip(rows, pair, strict=True):
+            listed = slots[positions.long()]
+            heads = torch.arange(lists)[:, None]
+            found.append(buffer[listed].flatten(2) if lists == 1 else buffer[listed, heads])
+    return pool, view, slots, *rows
+
+
+@pytest.mark.parametrize("lists", [1, HEADS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_survives(lists, dtype):
+    pool, view, slots, keys, values = copied(lists, 5 * TOKENS, dtype)
+    blobs = cut(view, keys, values, TOKENS)
+    assert len(blobs) == 5
+    copy = join(blobs, TOKENS)
+    assert copy.length == view.length
+    assert copy.counts.tolist() == [[len(row) for row in layer] for layer in view.layers]
+    device = [tuple(torch.zeros_like(buffer) for buffer in pair) for pair in pool]
+    own = torch.arange(copy.longest) + 40
+    copy.write(device, own)
+    for layer, positions in enumerate(view.layers):
+        for head in range(HEADS):
+            row = positions[head if lists > 1 else 0].long()
+            for source, target in zip(pool[layer], device[layer], strict=True):
+                assert torch.equal(target[own[: len(row)], head], source[slots[row], head])
+
+
+def test_the_beginning_of_a_copy():
+    """Whoever shares two spans finds what was listed in those."""
+    _, view, _, keys, values = copied(1, 5 * TOKENS + 3)
+    blobs = cut(view, keys, values, TOKENS)
+    assert len(blobs) == 5
+    copy = join(blobs[:2], TOKENS)
+    for layer, positions in enumerate(view.layers):
+        count = int((positions < 2 * TOKENS).sum())
+        assert copy.counts[layer].tolist() == [count]
+        assert torch.equal(copy.keys[layer][0], keys[layer][0, :count])
+
+
+@pytest.mark.parametrize("blob", [b"", b"nonsense", b"\0" * 64])
+def test_other_bytes_are_refused(blob):
+    _, view, _, keys, values = copied(1, 2 * TOKENS)
+    good = cut(view, keys, values, TOKENS)
+    with pytest.raises(ValueError, match="not a compressed span"):
+        join([good[0], blob], TOKENS)
+
+
+def test_other_layers_are_refused():
+    _, view, _, keys, values = copied(1, 2 * TOKENS)
+    shallow = DraftView(view.layers[:2], view.length)
+    blobs = cut(view, keys, values, TOKENS)[:1] + cut(shallow, keys, values, TOKENS)[1:]
+    with pytest.raises(ValueError, match="not a compressed span"):
+        join(blobs, TOKENS)
+
+
+class Memory(dict):
+    """A store that may be slow, refuse or break."""
+
+    delay = 0.0
+    broken = False
+
+    def put_blob(self, key, data):
+        time.sleep(self.delay)
+        if self.broken:
+            raise RuntimeError("broken")
+        self[key] = bytes(data)
+        return True
+
+    def get_blob(self, key):
+        time.sleep(self.delay)
+        if self.broken:
+            raise RuntimeError("broken")
+        return dict.get(self, key)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+PAGE = 64
+
+
+def published(memory, tokens, **options):
+    store = SpanStore(lambda: memory, PAGE, "model")
+    names = store.names(tokens, options.get("extra_key"), options.get("salt"))
+    _, view, _, keys, values = copied(1, SLOTS)
+    view = DraftView(view.layers, len(tokens))
+    assert store.publish(names, view, keys, values)
+    return store, names
+
+
+def test_names_are_those_of_prefixes():
+    store = SpanStore(lambda: None, PAGE, "model")
+    tokens = list(range(1000))
+    names = store.names(tokens, None, None)
+    assert span_tokens(PAGE) == 128 and len(names) == 7
+    assert store.names(tokens[:300], None, None) == names[:2]
+    assert store.names([7, *tokens[1:]], None, None)[6] != names[6]
+    assert not set(names) & set(store.names(tokens, None, "salt"))
+    assert not set(names) & set(store.names(tokens, "adapter", None))
+    assert not set(names) & set(SpanStore(lambda: None, PAGE, "other").names(tokens, None, None))
+    assert store.names(tokens[:100], None, None) == []
+
+
+def test_a_prefix_is_found_by_another_request():
+    memory = Memory()
+    tokens = list(range(700))
+    writer, names = published(memory, tokens)
+    wait_for(lambda: len(memory) == 5)
+    assert writer.is_known(names) and set(memory) == set(names)
+    reader = SpanStore(lambda: memory, PAGE, "model")
+    reader.request("a", reader.names([*tokens[:400], 1, 2, 3] * 2, None, None))
+    reader.request("b", reader.names(tokens[::-1], None, None))
+    reader.wait_until_read()
+    found = reader.arrived()
+    assert [(handle, copy.length) for handle, copy in found] == [("a", 3 * 128)]
+    assert reader.arrived() == []
+
+
+def test_full_kv_waits_for_copies():
+    memory = Memory()
+    _, names = published(memory, list(range(700)))
+    wait_for(lambda: len(memory) == 5)
+    memory.delay = 0.05
+    store = SpanStore(lambda: memory, PAGE, "model")
+    store.request("a", names)
+    assert store.arrived() == []
+    store.wait_until_read()
+    assert len(store.arrived()) == 1
+
+
+def test_a_store_that_raises_ends_nothing(caplog):
+    memory = Memory()
+    memory.broken = True
+    store, names = published(memory, list(range(700)))
+    store.request("a", names)
+    store.wait_until_read()
+    wait_for(lambda: "could not be stored" in caplog.text)
+    assert store.arrived() == [] and "could not be read" in caplog.text
+    memory.broken = False
+    _, view, _, keys, values = copied(1, SLOTS)
+    assert store.publish(names, DraftView(view.layers, 700), keys, values)
+    wait_for(lambda: len(memory) == 5)
+
+
+def test_a_slow_store_costs_no_memory():
+    memory = Memory()
+    memory.delay = 10.0
+    store, names = published(memory, list(range(700)))
+    _, view, _, keys, values = copied(1, SLOTS)
+    view = DraftView(view.layers, 700)
+    taken = sum(store.publish(names, view, keys, values) for _ in range(2 * MAX_PENDING))
+    assert taken <= MAX_PENDING
+    assert not store.publish(names, view, keys, values)
+    assert threading.active_count() < 50
