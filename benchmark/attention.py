@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +22,23 @@ from torch import Tensor
 
 import sgl_kernel_ext
 
-CASES = {  # name: (groups, rows of each, keys of each)
-    "decode 1x8192": (1, 1, 8192),
-    "decode 8x6000": (8, 1, 6000),
-    "draft 8x600": (8, 1, 600),
-    "verify 9 rows": (1, 9, 6000),
-    "verify 8x5 rows": (8, 5, 6000),
-    "prefill 2048 rows": (1, 2048, 6000),
+CASES = {  # name: (groups, rows of each, keys of each, all but the rows' own in another pool)
+    "decode 1x8192": (1, 1, 8192, False),
+    "decode 8x6000": (8, 1, 6000, False),
+    "draft 8x600": (8, 1, 600, False),
+    "draft 8x600, view": (8, 1, 600, True),
+    "verify 9 rows": (1, 9, 6000, False),
+    "verify 9 rows, view": (1, 9, 6000, True),
+    "verify 8x5 rows": (8, 5, 6000, False),
+    "verify 8x5 rows, view": (8, 5, 6000, True),
+    "prefill 2048 rows": (1, 2048, 6000, False),
 }
 PAGE = 64
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Arguments of one call."""
+    """Arguments of one call; ``views`` has those of the views."""
 
     q: Tensor
     k_pool: Tensor
@@ -45,9 +49,12 @@ class Layer:
     tail_start: Tensor
     tail_end: Tensor
     scale: float
+    views: dict[str, Any]
 
     def attend(self) -> Tensor:
-        return sgl_kernel_ext.ragged_attention(**vars(self))
+        arguments = vars(self) | self.views
+        del arguments["views"]
+        return sgl_kernel_ext.ragged_attention(**arguments)
 
     def read(self) -> Tensor:
         count = int(self.tail_end.sum())
@@ -78,12 +85,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
 
-    print(f"{'':18} {'ours us':>9} {'read us':>9} {'SDPA us':>9} {'GB/s':>6} {'GMAC/s':>7}")
+    print(f"{'':21} {'ours us':>9} {'read us':>9} {'SDPA us':>9} {'GB/s':>6} {'GMAC/s':>7}")
     cells = {}
     for name in args.cases:
-        groups, rows, keys = CASES[name]
+        groups, rows, keys, viewed = CASES[name]
         layers = [
-            build(groups, rows, keys, *args.heads, args.head_dim, dtype)
+            build(groups, rows, keys, viewed, *args.heads, args.head_dim, dtype)
             for _ in range(1 if rows > keys // 100 else args.layers)
         ]
         ours, read, sdpa = (
@@ -99,7 +106,7 @@ def main() -> None:
         gigabytes = groups * keys * 2 * args.heads[1] * width / ours / 1e3
         products = groups * rows * (keys - (rows - 1) / 2)  # pairs of a row and a key it sees
         macs = products * args.heads[0] * 2 * args.head_dim / ours / 1e3
-        print(f"{name:18} {ours:9.0f} {read:9.0f} {sdpa:9.0f} {gigabytes:6.1f} {macs:7.1f}")
+        print(f"{name:21} {ours:9.0f} {read:9.0f} {sdpa:9.0f} {gigabytes:6.1f} {macs:7.1f}")
         cells[name] = {
             "ours_us": round(ours, 1),
             "read_us": round(read, 1),
@@ -115,20 +122,40 @@ def main() -> None:
 
 
 def build(
-    groups: int, rows: int, keys: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    groups: int,
+    rows: int,
+    keys: int,
+    viewed: bool,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
 ) -> Layer:
     pages = torch.randperm(groups * (keys // PAGE + 1))
     slots = (pages[:, None] * PAGE + torch.arange(PAGE)).int()
+    table = slots.view(groups, -1)
+    k_pool, v_pool = (torch.randn(slots.numel(), kv_heads, dim).to(dtype) for _ in range(2))
+    in_view, views = 0, {}
+    if viewed:
+        in_view = keys - rows
+        views = {
+            "view_indices": table[:, :in_view].flatten(),
+            "view_start": torch.arange(groups)[:, None] * in_view,
+            "view_len": torch.full((groups, 1), in_view, dtype=torch.int32),
+            "view_pools": [(k_pool.clone(), v_pool.clone())],
+            "view_pool": torch.ones(groups, dtype=torch.int32),
+        }
     return Layer(
         q=torch.randn(groups * rows, heads, dim).to(dtype),
-        k_pool=torch.randn(slots.numel(), kv_heads, dim).to(dtype),
-        v_pool=torch.randn(slots.numel(), kv_heads, dim).to(dtype),
-        req_to_token=slots.view(groups, -1),
+        k_pool=k_pool,
+        v_pool=v_pool,
+        req_to_token=table,
         q_indptr=torch.arange(groups + 1, dtype=torch.int32) * rows,
         req_row=torch.arange(groups),
-        tail_start=torch.zeros(groups, dtype=torch.int64),
+        tail_start=torch.full((groups,), in_view),
         tail_end=torch.full((groups,), keys),
         scale=dim**-0.5,
+        views=views,
     )
 
 

@@ -87,6 +87,13 @@ class Worker {
   static constexpr int kPanel = kTileCols * kLanes;  // keys
   using Rows = const uint8_t*[kPanel];
 
+  // Slots of a split's keys and of some to fetch ahead: the first `elsewhere` of them in another
+  // pool than the main one.
+  struct SplitKeys {
+    int32_t slots[kSplit + kKeysAhead];
+    int end, elsewhere, pool;
+  };
+
   // Writes the split's state of every query that sees any of it; returns the first of those.
   int attend(const Unit& unit, int split, float* states) {
     const int begin = split * kSplit;
@@ -96,15 +103,10 @@ class Worker {
     const int count = seen(unit.queries - 1);
     const int blocks = ceil_div(count, kLanes);
 
-    int32_t slots[kSplit + kKeysAhead];
-    const int ahead = std::min(kKeysAhead, fetch_end_ - begin - count);
-    unit.list.copy(begin, count + ahead, slots);
-    if (!all_below(slots, count + ahead, std::min(p_.k.slots, p_.v.slots))) {
-      p_.bad_slot.store(true, std::memory_order_relaxed);
-      return unit.queries;
-    }
+    SplitKeys keys;
+    if (!list_keys(unit.list, begin, count, keys)) return unit.queries;
     for (int panel = 0; panel < count; panel += kPanel) {
-      stage(p_.k, unit, slots + panel, std::min(kPanel, count - panel), count + ahead - panel);
+      stage_panel(&KvPools::k, unit, keys, panel, std::min(kPanel, count - panel));
       const int width = std::min(kTileCols, blocks - panel / kLanes);
       for (int h = 0; h < unit.heads; ++h) {
         Rows rows;
@@ -129,13 +131,44 @@ class Worker {
       }
     }
     for (int panel = 0; panel < count; panel += kPanel) {
-      const int keys = std::min(kPanel, count - panel);
-      stage(p_.v, unit, slots + panel, keys, count + ahead - panel);
+      const int width = std::min(kPanel, count - panel);
+      stage_panel(&KvPools::v, unit, keys, panel, width);
       for (int h = 0; h < unit.heads; ++h) {
-        add_values(unit, h, first, panel, keys, seen, states);
+        add_values(unit, h, first, panel, width, seen, states);
       }
     }
     return first;
+  }
+
+  // Lists `count` keys from `begin` on and those to fetch ahead; false if a slot is out of range.
+  bool list_keys(const KvList& list, int begin, int count, SplitKeys& keys) const {
+    keys.end = count + std::min(kKeysAhead, fetch_end_ - begin - count);
+    keys.pool = list.view_pool;
+    keys.elsewhere = keys.pool == 0 ? 0 : list.in_view(begin, keys.end);
+    list.copy(begin, keys.end, keys.slots);
+    const auto check = [&](int pool, const int32_t* slots, int number) {
+      const bool good = all_below(slots, number, p_.pools[pool].slots());
+      if (!good) p_.bad_pool.store(pool, std::memory_order_relaxed);
+      return good;
+    };
+    return check(keys.pool, keys.slots, keys.elsewhere) &&
+           check(0, keys.slots + keys.elsewhere, keys.end - keys.elsewhere);
+  }
+
+  // Stages `count` keys or values of a split from `panel` on.
+  void stage_panel(
+      KvPool KvPools::* part, const Unit& unit, const SplitKeys& keys, int panel, int count) {
+    const int32_t* slots = keys.slots + panel;
+    const int elsewhere = std::clamp(keys.elsewhere - panel, 0, count);
+    uint8_t* out = stage_;
+    if (elsewhere > 0) {
+      out = stage(p_.pools[keys.pool].*part, unit, slots, elsewhere, keys.elsewhere - panel, out);
+    }
+    if (elsewhere < count) {
+      stage(
+          p_.pools[0].*part, unit, slots + elsewhere, count - elsewhere,
+          keys.end - panel - elsewhere, out);
+    }
   }
 
   // Adds probabilities times values of a staged panel to the states of one KV head.
@@ -173,13 +206,19 @@ class Worker {
 
   // Copies the rows of `count` slots, those of the unit's heads side by side, while it fetches rows
   // further on in `slots` (of length `end`): reading memory in order keeps it at full speed.
-  void stage(const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end) {
+  // Returns where the copies end.
+  uint8_t* stage(
+      const KvPool& pool,
+      const Unit& unit,
+      const int32_t* slots,
+      int count,
+      int end,
+      uint8_t* out) const {
     const int64_t row_bytes = p_.head_dim * sizeof(T);
     const bool dense = pool.head_stride == row_bytes;
     const int spans = dense ? 1 : unit.heads;
     const int64_t bytes = dense ? unit.heads * row_bytes : row_bytes;
     const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
-    uint8_t* out = stage_;
     for (int i = 0; i < count; ++i) {
       const uint8_t* row = base + slots[i] * pool.slot_stride;
       const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
@@ -193,6 +232,7 @@ class Worker {
         row += pool.head_stride, later += pool.head_stride, out += bytes;
       }
     }
+    return out;
   }
 
   // Addresses of one head's staged rows, zero rows up to a full block of 16.
@@ -264,15 +304,16 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
                         const Tensor& req_to_token, const Tensor& q_indptr, const Tensor& req_row,
                         const Tensor& tail_start, const Tensor& tail_end, double scale,
                         const MaybeTensor& view_indices, const MaybeTensor& view_start,
-                        const MaybeTensor& view_len, const MaybeTensor& out,
+                        const MaybeTensor& view_len, const std::vector<KvTensors>& view_pools,
+                        const MaybeTensor& view_pool, const MaybeTensor& out,
                         const MaybeTensor& lse) {
   Tensor result = out ? *out : at::empty(q.sizes(), q.options());
   Problem p{};
   p.q = q.const_data_ptr();
   p.q_row_stride = q.stride(0);
   p.q_head_stride = q.stride(1);
-  p.k = kv_pool(k_pool);
-  p.v = kv_pool(v_pool);
+  p.pools.push_back({kv_pool(k_pool), kv_pool(v_pool)});
+  for (const auto& [k, v] : view_pools) p.pools.push_back({kv_pool(k), kv_pool(v)});
   p.out = result.mutable_data_ptr();
   p.out_row_stride = result.stride(0);
   p.out_head_stride = result.stride(1);
@@ -302,7 +343,12 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
         begin >= 0 && begin + group.rows <= end && end <= req_to_token.size(1),
         "tail_start, tail_end: ", begin, ":", end, " of group ", g, " must hold its ", group.rows,
         " rows and lie within the ", req_to_token.size(1), " columns of req_to_token");
-    KvList list{nullptr, 0,
+    const int64_t pool = view_pool ? read_index(*view_pool, g) : 0;
+    TORCH_CHECK_VALUE(
+        pool >= 0 && pool <= static_cast<int64_t>(view_pools.size()), "view_pool: ", pool,
+        " of group ", g, " is not in 0..", view_pools.size(), " for ", view_pools.size(),
+        " view_pools");
+    KvList list{nullptr, 0, static_cast<int>(pool),
                 req_to_token.const_data_ptr<int32_t>() + table_row * req_to_token.stride(0) + begin,
                 static_cast<int>(end - begin)};
     const int64_t lists = view_len ? view_len->size(1) : 1;
@@ -328,9 +374,13 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
   } else {
     attend_all<c10::BFloat16>(p);
   }
+  const int bad = p.bad_pool;
   TORCH_CHECK_INDEX(
-      !p.bad_slot, "req_to_token or view_indices: a slot is outside the pool of ", p.k.slots,
+      bad != 0, "req_to_token or view_indices: a slot is outside the pool of ", p.pools[0].slots(),
       " slots");
+  TORCH_CHECK_INDEX(
+      bad < 0, "view_indices: a slot is outside view_pools[", bad - 1, "] of ",
+      p.pools[bad].slots(), " slots");
   return result;
 }
 

@@ -27,13 +27,17 @@ struct Group {
 struct KvList {
   const int32_t* view;
   int view_len;
+  int view_pool;  // index into Problem::pools; the tail is in pool 0
   const int32_t* tail;
   int tail_len;
 
   int len() const { return view_len + tail_len; }
 
+  // Of `count` entries from `begin` on, how many come from the view.
+  int in_view(int begin, int count) const { return std::clamp(view_len - begin, 0, count); }
+
   void copy(int begin, int count, int32_t* slots) const {
-    const int from_view = std::clamp(view_len - begin, 0, count);
+    const int from_view = in_view(begin, count);
     std::copy_n(view + begin, from_view, slots);
     std::copy_n(tail + (begin + from_view - view_len), count - from_view, slots + from_view);
   }
@@ -62,7 +66,7 @@ struct Item {
 struct Problem {
   const void* q;
   int64_t q_row_stride, q_head_stride;
-  KvPool k, v;
+  std::vector<KvPools> pools;  // the main one, then those that hold views only
   void* out;
   int64_t out_row_stride, out_head_stride;
   float* lse;
@@ -71,7 +75,7 @@ struct Problem {
   float scale_log2;
   std::vector<Unit> units;
   std::vector<Item> items;
-  std::atomic<bool> bad_slot{false};
+  std::atomic<int> bad_pool{-1};  // a pool that a listed slot is outside of
 
   int state_size() const { return kStateHeader + round_up(head_dim, kLanes); }
 

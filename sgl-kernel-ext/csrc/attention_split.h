@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -17,6 +18,12 @@ constexpr int kStateHeader = kLanes;
 struct KvPool {
   const uint8_t* base;
   int64_t slots, slot_stride, head_stride;
+};
+
+struct KvPools {
+  KvPool k, v;
+
+  int64_t slots() const { return std::min(k.slots, v.slots); }
 };
 
 static inline KvPool kv_pool(const at::Tensor& t) {

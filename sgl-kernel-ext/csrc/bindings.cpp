@@ -41,9 +41,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<DecoderRows>(m, "DecoderRows", py::module_local())
       .def(py::init([](Tensor req_to_token, Tensor q_indptr, Tensor req_row, Tensor tail_start,
                        Tensor tail_end, MaybeTensor view_indices, MaybeTensor view_start,
-                       MaybeTensor view_len, MaybeTensor captured) {
-        return DecoderRows{req_to_token, q_indptr,   req_row,  tail_start, tail_end,
-                           view_indices, view_start, view_len, captured};
+                       MaybeTensor view_len, std::vector<std::vector<KvTensors>> view_pools,
+                       MaybeTensor view_pool, MaybeTensor captured) {
+        return DecoderRows{req_to_token, q_indptr, req_row,    tail_start, tail_end, view_indices,
+                           view_start,   view_len, view_pools, view_pool,  captured};
       }));
   py::class_<Decoder>(m, "Decoder", py::module_local())
       .def(py::init<DecoderShape, std::vector<DecoderLayer>, Tensor, Tensor>())

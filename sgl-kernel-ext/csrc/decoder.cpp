@@ -32,8 +32,9 @@ std::tuple<Tensor, std::vector<Tensor>> Decoder::forward(
     }
     const Tensor attended = ragged_attention(
         queries, layer.k_pool, layer.v_pool, rows.req_to_token, rows.q_indptr, rows.req_row,
-        rows.tail_start, rows.tail_end, scale, rows.view_indices, start, length, std::nullopt,
-        std::nullopt);
+        rows.tail_start, rows.tail_end, scale, rows.view_indices, start, length,
+        rows.view_pools.empty() ? std::vector<KvTensors>() : rows.view_pools[i], rows.view_pool,
+        std::nullopt, std::nullopt);
     hidden = layer.out(attended.view({-1, q_size}));
     fused_add_rmsnorm(hidden, residual, layer.post_norm, eps);
     hidden = layer.down(silu_and_mul(layer.gate_up(hidden), std::nullopt));

@@ -1,8 +1,5 @@
 // The decoder layers of a Llama-like model in one call.
 #pragma once
-#include <tuple>
-#include <vector>
-
 #include "kernels.h"
 
 namespace sgl_ext {
@@ -29,10 +26,13 @@ struct DecoderShape {
 };
 
 // Which rows a pass has and what they attend to: the arguments of ragged_attention that the layers
-// share. Views come for all layers: view_start and view_len are [layers, groups, heads].
+// share. Views come for all layers: view_start and view_len are [layers, groups, heads], view_pools
+// a list for each layer, or empty.
 struct DecoderRows {
   Tensor req_to_token, q_indptr, req_row, tail_start, tail_end;
   MaybeTensor view_indices, view_start, view_len;
+  std::vector<std::vector<KvTensors>> view_pools;
+  MaybeTensor view_pool;
   MaybeTensor captured;
 };
 

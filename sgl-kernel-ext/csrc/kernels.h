@@ -4,18 +4,22 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
+#include <vector>
 
 namespace sgl_ext {
 
 using at::Tensor;
 using MaybeTensor = std::optional<at::Tensor>;
+using KvTensors = std::tuple<Tensor, Tensor>;
 
 // attention.cpp
 Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
                         const Tensor& req_to_token, const Tensor& q_indptr, const Tensor& req_row,
                         const Tensor& tail_start, const Tensor& tail_end, double scale,
                         const MaybeTensor& view_indices, const MaybeTensor& view_start,
-                        const MaybeTensor& view_len, const MaybeTensor& out,
+                        const MaybeTensor& view_len, const std::vector<KvTensors>& view_pools,
+                        const MaybeTensor& view_pool, const MaybeTensor& out,
                         const MaybeTensor& lse);
 
 // key_scores.cpp

@@ -4,6 +4,7 @@ Checks the arguments and picks the implementation: C++ for CPU tensors, Triton f
 otherwise the torch reference (:mod:`sgl_kernel_ext.reference.attention`).
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -31,6 +32,8 @@ def ragged_attention(
     view_indices: Tensor | None = None,
     view_start: Tensor | None = None,
     view_len: Tensor | None = None,
+    view_pools: Sequence[tuple[Tensor, Tensor]] = (),
+    view_pool: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_list_len: int | None = None,
@@ -45,11 +48,12 @@ def ragged_attention(
 
     The last n entries of the tail are the rows' own slots: row j of the group sees all of the list
     but its last n - 1 - j entries. That covers plain decoding (n = 1, no view), a draft row (n = 1,
-    view and recent tail), a verify (n = k + 1, no view) and prefill (n = chunk length).
+    view and recent tail), a verify (n = k + 1, no view) and prefill (n = chunk length). A view may
+    lie in another pool than the tail.
 
     Row invariance: the bits of a row's output depend on its query and the listed keys and values in
-    order, never on n, the other rows or groups, or the number of threads. Entries a row does not
-    see do not affect it even where they hold NaN.
+    order, never on n, the other rows or groups, the pools they lie in, or the number of threads.
+    Entries a row does not see do not affect it even where they hold NaN.
 
     Args:
         q: [R, HQ, D] bf16, fp16 or fp32; D contiguous, a multiple of 8, at most 1024.
@@ -64,6 +68,10 @@ def ragged_attention(
         view_indices: [entries] int32 slots; None means no group has a view.
         view_start: [G, 1] int64 offsets into view_indices shared by all KV heads, or [G, HKV].
         view_len: int32 like view_start; 0 where a group has no view.
+        view_pools: further pools that views may lie in, keys and values each
+            [slots of that pool, HKV, D] as k_pool, with strides of their own.
+        view_pool: [G] int32, where the view of a group lies: 0 in k_pool and v_pool, i in
+            ``view_pools[i - 1]``. None means 0 for all groups.
         out: [R, HQ, D] in q's dtype, D contiguous; allocated when None.
         lse: [R, HQ] fp32, filled with the natural log-sum-exp of the scaled scores when given.
         max_list_len: bound on the entries of a KV list. Sizes the grid on CUDA, where the default
@@ -75,11 +83,11 @@ def ragged_attention(
 
     Raises:
         TypeError, ValueError: an argument has the wrong dtype, shape, layout or device; on CPU
-            also, rows or columns out of range.
-        IndexError: on CPU, a listed slot is outside the pool.
+            also, rows, columns or view_pool out of range.
+        IndexError: on CPU, a listed slot is outside its pool.
     """
     args = (q, k_pool, v_pool, req_to_token, q_indptr, req_row, tail_start, tail_end)
-    check_rows(*args, view_indices, view_start, view_len)
+    check_rows(*args, view_indices, view_start, view_len, view_pools, view_pool)
     if out is not None:
         _check_floats("out", out, q, q.shape)
     if lse is not None:
@@ -87,7 +95,8 @@ def ragged_attention(
             raise TypeError(f"lse: expected torch.float32, got {lse.dtype}")
         _check_layout("lse", lse, q, q.shape[:2])
     if q.is_cpu and (module := cpu_module()) is not None:
-        return module.ragged_attention(*args, scale, view_indices, view_start, view_len, out, lse)
+        views = (view_indices, view_start, view_len, view_pools, view_pool)
+        return module.ragged_attention(*args, scale, *views, out, lse)
     implementation = _implementation(q)
     bound = {} if implementation is reference else {"max_len_hint": max_list_len}
     return implementation.ragged_attention(
@@ -97,6 +106,8 @@ def ragged_attention(
         view_indices=view_indices,
         view_start=view_start,
         view_len=view_len,
+        view_pools=view_pools,
+        view_pool=view_pool,
         out=out,
         lse=lse,
     )
@@ -155,6 +166,8 @@ def check_rows(
     view_indices: Tensor | None,
     view_start: Tensor | None,
     view_len: Tensor | None,
+    view_pools: Sequence[tuple[Tensor, Tensor]],
+    view_pool: Tensor | None,
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless :func:`ragged_attention` takes these."""
     _check_queries(q)
@@ -164,6 +177,9 @@ def check_rows(
         raise ValueError(
             f"v_pool: expected the shape of k_pool {tuple(k_pool.shape)}, got {tuple(v_pool.shape)}"
         )
+    for i, (k, v) in enumerate(view_pools):
+        _check_floats(f"view_pools[{i}] keys", k, q, (*k.shape[:1], *k_pool.shape[1:]))
+        _check_floats(f"view_pools[{i}] values", v, q, k.shape)
     _check_indices("req_to_token", req_to_token, q, 2, (torch.int32,))
     _check_indices("req_row", req_row, q, 1, _INDEX_DTYPES)
     groups = len(req_row)
@@ -179,6 +195,10 @@ def check_rows(
             )
     if view_indices is not None or view_start is not None or view_len is not None:
         _check_view(q, k_pool.shape[1], groups, view_indices, view_start, view_len)
+    if view_pool is not None:
+        _check_indices("view_pool", view_pool, q, 1, (torch.int32,))
+        if len(view_pool) != groups:
+            raise ValueError(f"view_pool: expected {groups} entries, got {len(view_pool)}")
 
 
 def _check_view(q, kv_heads, groups, indices, start, length):

@@ -1,5 +1,6 @@
 """The decoder layers of a Llama-like model: one call a pass instead of some 250."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -54,6 +55,8 @@ class DecoderRows:
 
     Attributes:
         view_indices, view_start, view_len: as there, the last two for all layers, ``[L, G, Hv]``.
+        view_pools: as there, for each layer (equally many and of equal shapes); empty without.
+        view_pool: as there.
         captured: int64 rows whose queries are returned, or None.
     """
 
@@ -65,6 +68,8 @@ class DecoderRows:
     view_indices: Tensor | None = None
     view_start: Tensor | None = None
     view_len: Tensor | None = None
+    view_pools: Sequence[Sequence[tuple[Tensor, Tensor]]] = ()
+    view_pool: Tensor | None = None
     captured: Tensor | None = None
 
 
@@ -116,8 +121,7 @@ class Decoder:
             return self._loop(hidden, positions, slots, rows)
         shape, layer = self.shape, self.layers[0]
         queries = hidden.new_empty((hidden.shape[0], shape.heads, shape.head_dim))
-        views = rows.view_start, rows.view_len
-        first = tuple(None if view is None else view[0] for view in views)
+        start, length = (None if v is None else v[0] for v in (rows.view_start, rows.view_len))
         check_rows(
             queries,
             layer.k_pool,
@@ -128,8 +132,16 @@ class Decoder:
             rows.tail_start,
             rows.tail_end,
             rows.view_indices,
-            *first,
+            start,
+            length,
+            rows.view_pools[0] if rows.view_pools else (),
+            rows.view_pool,
         )
+        if rows.view_pools and len(rows.view_pools) != len(self.layers):
+            raise ValueError(
+                f"view_pools: expected one list for each of {len(self.layers)} layers, "
+                f"got {len(rows.view_pools)}"
+            )
         assert self._module is not None
         return self._compiled.forward(
             hidden, positions, slots, self._module.DecoderRows(*_values(rows))
@@ -176,6 +188,8 @@ class Decoder:
                 view_indices=rows.view_indices,
                 view_start=None if rows.view_start is None else rows.view_start[index],
                 view_len=None if rows.view_len is None else rows.view_len[index],
+                view_pools=rows.view_pools[index] if rows.view_pools else (),
+                view_pool=rows.view_pool,
             )
             hidden = linear(attended.view(-1, q_size), layer.out)
             fused_add_rmsnorm(hidden, residual, layer.post_norm, shape.eps)

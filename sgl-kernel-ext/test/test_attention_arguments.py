@@ -5,12 +5,11 @@ import sys
 
 import pytest
 import torch
+from batches import BUILT
 from torch import Tensor
 
 from sgl_kernel_ext import _loader, attention
 from sgl_kernel_ext.reference import attention as reference
-
-BUILT = [isa for isa in _loader.supported_isas() if _loader._is_built(isa)]
 
 
 @pytest.fixture(params=BUILT)
@@ -37,6 +36,15 @@ def arguments() -> dict[str, Tensor | float]:
         view_start=torch.tensor([[4], [0]]),
         view_len=torch.tensor([[20], [0]], dtype=torch.int32),
     )
+
+
+def with_pools() -> dict:
+    """``arguments`` with the first group's view in the second of two pools, of 40 and 120 slots."""
+    args = arguments()
+    k, v = torch.randn(2, 160, 3, 64).bfloat16()
+    args["view_pools"] = [(k[:40], v[:40]), (k[40:], v[40:])]
+    args["view_pool"] = torch.tensor([2, 0], dtype=torch.int32)
+    return args
 
 
 def test_every_integer_type_of_metadata(op):
@@ -68,6 +76,15 @@ BAD_ARGUMENTS = [
     ("view_len", lambda a: a["view_len"].long(), TypeError),
     ("view_len", lambda a: a["view_len"] + 10_000, ValueError),
     ("view_start", lambda a: a["view_start"].expand(-1, 2).contiguous(), ValueError),
+    ("view_pool", lambda a: a["view_pool"].long(), TypeError),
+    ("view_pool", lambda a: a["view_pool"][:1], ValueError),
+    ("view_pool", lambda a: a["view_pool"] + 1, ValueError),
+    ("view_pool", lambda a: a["view_pool"] - 1, ValueError),
+    ("view_pools", lambda a: [(k.float(), v.float()) for k, v in a["view_pools"]], TypeError),
+    ("view_pools", lambda a: [(k[:, :2], v[:, :2]) for k, v in a["view_pools"]], ValueError),
+    ("view_pools", lambda a: [(k, v[:30]) for k, v in a["view_pools"]], ValueError),
+    ("view_pools", lambda a: [(k[..., :32], v[..., :32]) for k, v in a["view_pools"]], ValueError),
+    ("view_pools", lambda a: [(k[0], v[0]) for k, v in a["view_pools"]], ValueError),
     ("out", lambda a: torch.empty_like(a["q"][:-1]), ValueError),
     ("lse", lambda a: torch.empty(a["q"].shape[:2], dtype=torch.float64), TypeError),
 ]
@@ -79,7 +96,7 @@ BAD_ARGUMENTS = [
     ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD_ARGUMENTS)],
 )
 def test_bad_arguments_are_named(op, name, bad, error):
-    batch = arguments()
+    batch = with_pools()
     with pytest.raises(error, match=name):
         op(**batch | {name: bad(batch)})
 
@@ -91,6 +108,34 @@ def test_slots_outside_the_pool(op):
         table[0, 7] = bad
         with pytest.raises(IndexError, match="req_to_token"):
             op(**batch | {"req_to_token": table})
+
+
+@pytest.mark.parametrize("bad", [-1, 120, 2**30])
+def test_slots_outside_another_pool(op, bad):
+    args = with_pools()
+    op(**args)
+    args["view_indices"][4] = 119
+    op(**args)
+    args["view_indices"][4] = bad
+    with pytest.raises(IndexError, match=r"view_pools\[1\] of 120 slots"):
+        op(**args)
+
+
+def test_bounds_are_those_of_the_pool_that_is_read(op):
+    args = with_pools()
+    args["view_indices"][4] = 110
+    args["view_pool"][0] = 0
+    with pytest.raises(IndexError, match="pool of 100 slots"):
+        op(**args)
+    args["view_indices"][4] = 41
+    op(**args)
+    args["view_pool"][0] = 1
+    with pytest.raises(IndexError, match=r"view_pools\[0\] of 40 slots"):
+        op(**args)
+    args["view_pool"][0] = 2
+    args["req_to_token"][1, 12] = 110
+    with pytest.raises(IndexError, match="req_to_token"):
+        op(**args)
 
 
 def test_forced_reference(monkeypatch):

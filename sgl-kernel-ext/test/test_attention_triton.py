@@ -9,12 +9,14 @@ of a tile alike, and how fast, only the CUDA run can tell. That run is still to 
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from moving import move_views, view_prefixes
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -86,6 +88,17 @@ class Pass:
     tail_start: Tensor
     tail_end: Tensor
     views: dict[str, Tensor]
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """By the names of the op's arguments, but for ``q_indptr``."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        return named | named.pop("views")
+
+    def with_args(self, args: dict[str, Any]) -> "Pass":
+        own = {f.name for f in fields(self)}
+        views = {name: x for name, x in args.items() if name not in own}
+        return replace(self, views=views, **{name: args[name] for name in args.keys() & own})
 
     def run(self, op=kernels.ragged_attention, **options) -> tuple[Tensor, Tensor]:
         lse = torch.full(self.q.shape[:2], float("nan"), device=self.q.device)
@@ -248,6 +261,29 @@ def test_strided_arguments_and_preallocated_output(device):
     assert out.data_ptr() == buffer[:, 2:].data_ptr()
     assert same_bits(out, one.run()[0])
     assert (buffer[:, :2] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_views_in_other_pools_give_the_bits_of_one_list(device, dtype, in_order, monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 128)
+    whole = make_pass(device, [(1, 70), (9, 258), (2, 40), (1, 131)], dtype=dtype)
+    expected = whole.run(in_order=in_order)
+    viewed = view_prefixes(whole.args, [6, 9, 40, 3])
+    for homes in ([1, 1, 1, 1], [2, 3, 1, 0]):
+        one = whole.with_args(move_views(viewed, homes))
+        assert all(map(same_bits, one.run(in_order=in_order), expected)), homes
+
+
+def test_views_per_head_in_other_pools(device):
+    here = make_pass(device, MIXED, view_heads=2)
+    there = here.with_args(move_views(here.args, [1, 0, 2, 1, 0]))
+    out, lse = there.run()
+    assert_close_to_reference(here, out, lse)
+    assert all(map(same_bits, (out, lse), here.run()))
+    wrong = there.views | {"view_pool": there.views["view_pool"] * 0}
+    there = replace(there, views=wrong)
+    assert not same_bits(there.run()[0], out), "control: the pool matters"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

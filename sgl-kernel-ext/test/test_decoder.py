@@ -1,5 +1,7 @@
 """The compiled decoder stack against the loop of single ops that defines it: the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,11 +39,13 @@ def make(dtype, bias):
     return Decoder(shape, layers, rand(HIDDEN), cache), rand(7, HIDDEN)
 
 
-def rows(views, captured):
-    """Two groups: four verify rows over 20 keys, three over 9; the first reads a view if asked."""
+def rows(views, captured, elsewhere=False):
+    """Two groups: four verify rows over 20 keys, three over 9; the first reads a view if asked,
+    perhaps in another pool."""
     table = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(2))[:60].int().view(2, 30)
     start, length = torch.zeros(LAYERS, 2, 1, dtype=torch.int64), torch.zeros(LAYERS, 2, 1).int()
     length[:, 0] = torch.tensor([[3], [5], [4]])
+    pools = torch.rand(LAYERS, 2, SLOTS, KV_HEADS, DIM, generator=torch.Generator().manual_seed(4))
     return DecoderRows(
         req_to_token=table,
         q_indptr=torch.tensor([0, 4, 7], dtype=torch.int32),
@@ -51,6 +55,8 @@ def rows(views, captured):
         view_indices=table[1, :6].clone() if views else None,
         view_start=start if views else None,
         view_len=length if views else None,
+        view_pools=[[(k, v)] for k, v in pools.to(elsewhere)] if elsewhere else (),
+        view_pool=torch.tensor([1, 0], dtype=torch.int32) if elsewhere else None,
         captured=torch.tensor([3, 4, 6]) if captured else None,
     )
 
@@ -82,12 +88,26 @@ def test_one_call_equals_the_loop(dtype, views, captured, bias):
     assert expected[0].isfinite().all() and expected[0].abs().max() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_views_in_another_pool(dtype):
+    decoder, hidden = make(dtype, False)
+    given = rows(True, False, elsewhere=dtype)
+    expected = run(decoder._loop, decoder, hidden, given)
+    found = run(decoder.forward, decoder, hidden, given)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    fewer = replace(given, view_pools=given.view_pools[1:])
+    with pytest.raises(ValueError, match="view_pools"):
+        decoder.forward(hidden, torch.zeros(7), torch.zeros(7), fewer)
+
+
 def test_views_matter():
-    """Negative control: the view changes the result."""
+    """Negative control: the view changes the result, and so does the pool it is in."""
     decoder, hidden = make(torch.float32, False)
-    outs = [run(decoder.forward, decoder, hidden, rows(views, False))[0] for views in (False, True)]
-    assert not torch.equal(outs[0][:4], outs[1][:4])
-    assert torch.equal(outs[0][4:], outs[1][4:]), "the second group has no view"
+    given = rows(False, False), rows(True, False), rows(True, False, elsewhere=torch.float32)
+    outs = [run(decoder.forward, decoder, hidden, each)[0] for each in given]
+    for one, other in ((0, 1), (1, 2)):
+        assert not torch.equal(outs[one][:4], outs[other][:4])
+        assert torch.equal(outs[one][4:], outs[other][4:]), "the second group has no view"
 
 
 def test_overwritten_weights_are_seen():

@@ -5,6 +5,8 @@ break that, so the code of the attention kernels must have none outside of tenso
 """
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,8 @@ def empty_cache(monkeypatch, tmp_path):
 
 
 def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int, **options):
-    """The kernel as launched for 4 query heads a KV head, 8 views a group and no lse."""
+    """The kernel as launched for 4 query heads a KV head, 8 views a group in any of two other pools
+    and no lse."""
     kernel, sizes = KERNELS[name]
     constants = {
         "D": head_dim,
@@ -48,11 +51,12 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
         **({"lse": None} if name in ("split", "in_order", "merge") else {}),
         **sizes,
     }
-    types = dict.fromkeys(kernel.arg_names, "i32")
+    pool = ("*" + TYPES[dtype], "i32", "i32") * 2
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"pool": pool, "view_pools": (pool,) * 2}
     types |= dict.fromkeys(["q", "k_pool", "v_pool"], "*" + TYPES[dtype])
     types["out"] = "*fp32" if name == "sum_rows" else "*" + TYPES[dtype]
     types |= dict.fromkeys(
-        ["q_indptr", "req_to_token", "view_indices", "view_len", "slots"], "*i32"
+        ["q_indptr", "req_to_token", "view_indices", "view_len", "view_pool", "slots"], "*i32"
     )
     types |= dict.fromkeys(["req_row", "view_start", "tail_start", "tail_end"], "*i64")
     types |= dict.fromkeys(["state_top", "state_total", "state_acc", "lse", "split_lse"], "*fp32")
@@ -63,13 +67,22 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
         {arg: types[arg] for arg in kernel.arg_names},
         {arg: x for arg, x in constants.items() if arg in kernel.arg_names},
         {
-            (i,): [["tt.divisibility", 16]]
-            for i, arg in enumerate(kernel.arg_names)
-            if types[arg].startswith("*") or arg in ("q_row", "q_head", "k_slot", "v_slot")
+            path: [["tt.divisibility", 16]]
+            for path, kind in leaves({i: types[arg] for i, arg in enumerate(kernel.arg_names)})
+            if kind.startswith("*")
         },
     )
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={**tiles.LAUNCH, **options})
+
+
+def leaves(types: dict[int, Any], path: tuple[int, ...] = ()) -> Iterator[tuple[Any, str]]:
+    """Places of arguments and of members of tuples, and their types."""
+    for i, kind in types.items():
+        if isinstance(kind, tuple):
+            yield from leaves(dict(enumerate(kind)), (*path, i))
+        else:
+            yield (*path, i), kind
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ A row is computed from its own query and list alone, so the reference is row-inv
 Arguments are described and checked in :mod:`sgl_kernel_ext.attention`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ def ragged_attention(
     view_indices: Tensor | None = None,
     view_start: Tensor | None = None,
     view_len: Tensor | None = None,
+    view_pools: Sequence[tuple[Tensor, Tensor]] = (),
+    view_pool: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -30,22 +34,26 @@ def ragged_attention(
     kv_heads = k_pool.shape[1]
     gqa = q.shape[1] // kv_heads
     indptr = q_indptr.tolist()
+    pools = [(k_pool, v_pool), *view_pools]
+    homes = [0] * len(req_row) if view_pool is None else view_pool.tolist()
     bounds = zip(req_row.tolist(), tail_start.tolist(), tail_end.tolist(), strict=True)
     for group, (table_row, start, end) in enumerate(bounds):
-        tail = req_to_token[table_row, start:end]
+        tail = req_to_token[table_row, start:end].long()
         first_row, last_row = indptr[group], indptr[group + 1] - 1
         for head in range(kv_heads):
-            slots = tail
+            view = tail[:0]
             if view_indices is not None:
                 assert view_start is not None and view_len is not None
                 column = head if view_len.shape[1] > 1 else 0
                 begin = view_start[group, column]
-                slots = torch.cat([view_indices[begin : begin + view_len[group, column]], tail])
-            keys = k_pool[slots.long(), head].float()
-            values = v_pool[slots.long(), head].float()
+                view = view_indices[begin : begin + view_len[group, column]].long()
+            keys, values = (
+                torch.cat([elsewhere[view, head], pool[tail, head]]).float()
+                for elsewhere, pool in zip(pools[homes[group]], pools[0], strict=True)
+            )
             heads = slice(head * gqa, (head + 1) * gqa)
             for row in range(first_row, last_row + 1):
-                visible = len(slots) - (last_row - row)
+                visible = len(keys) - (last_row - row)
                 scores = q[row, heads].float() @ keys[:visible].T * scale
                 out[row, heads] = (scores.softmax(-1) @ values[:visible]).to(out.dtype)
                 if lse is not None:

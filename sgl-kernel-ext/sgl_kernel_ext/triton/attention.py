@@ -13,13 +13,15 @@ not run on a GPU yet (run so far: the interpreter, and the compiler for sm_80 an
 - without contraction (``LAUNCH``), both kernels merge two states to the same bits.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sgl_kernel_ext.triton.key_scores import key_scores
-from sgl_kernel_ext.triton.softmax import attend_block, empty_state, merge_states
+from sgl_kernel_ext.triton.softmax import attend_block, empty_state, merge_states, pool_of_head
 from sgl_kernel_ext.triton.tiles import (
     BLOCK_M,
     LAUNCH,
@@ -55,6 +57,8 @@ def ragged_attention(
     view_indices: Tensor | None = None,
     view_start: Tensor | None = None,
     view_len: Tensor | None = None,
+    view_pools: Sequence[tuple[Tensor, Tensor]] = (),
+    view_pool: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_len_hint: int | None = None,
@@ -98,9 +102,9 @@ def ragged_attention(
     }
     _attend_kernel[(tiles, kv_heads, 1 if in_order else splits)](
         *groups_args, *states, *out_args, groups, splits,
-        q, k_pool, v_pool, req_to_token, req_row, view_indices, view_start,
-        *q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2], req_to_token.stride(0),
-        scale * LOG2_E,
+        q, _pool(k_pool, v_pool), req_to_token, req_row, view_indices, view_start,
+        () if view_pool is None else tuple(_pool(k, v) for k, v in view_pools), view_pool,
+        *q.stride()[:2], req_to_token.stride(0), scale * LOG2_E,
         IN_ORDER=in_order, BLOCK_N=block_n(head_dim, q.dtype), BLOCK_D=block_d(head_dim),
         **sizes, **LAUNCH,
     )  # fmt: skip
@@ -110,6 +114,10 @@ def ragged_attention(
             *groups_args, *states, *out_args, groups, splits, BLOCK_D=columns, **sizes, **LAUNCH
         )
     return out
+
+
+def _pool(k: Tensor, v: Tensor) -> tuple[Tensor | int, ...]:
+    return k, *k.stride()[:2], v, *v.stride()[:2]
 
 
 @triton.jit
@@ -129,8 +137,8 @@ def _store_rows(
 def _attend_kernel(
     q_indptr, tail_start, tail_end, view_len, state_top, state_total, state_acc,
     out, lse, out_row, out_head, lse_row, groups, splits,
-    q, k_pool, v_pool, req_to_token, req_row, view_indices, view_start,
-    q_row, q_head, k_slot, k_head, v_slot, v_head, table_row, scale_log2,
+    q, pool, req_to_token, req_row, view_indices, view_start, view_pools, view_pool,
+    q_row, q_head, table_row, scale_log2,
     IN_ORDER: tl.constexpr, D: tl.constexpr, GQA: tl.constexpr, VIEW_HEADS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -153,6 +161,14 @@ def _attend_kernel(
     tail = req_to_token + tl.load(req_row + group).to(tl.int64) * table_row
     tail += tl.load(tail_start + group).to(tl.int64) - in_view
     view = view_indices
+    tail_pool = pool_of_head(pool, kv_head)
+    view_home = tail_pool
+    ELSEWHERE: tl.constexpr = VIEW_HEADS > 0 and len(view_pools) > 0
+    if ELSEWHERE:
+        home = tl.load(view_pool + group)
+        for i in tl.static_range(len(view_pools)):
+            if home == i + 1:
+                view_home = pool_of_head(view_pools[i], kv_head)
     if VIEW_HEADS > 0:
         view += tl.load(view_start + group * VIEW_HEADS + kv_head % VIEW_HEADS)
     d = tl.arange(0, BLOCK_D)
@@ -169,14 +185,14 @@ def _attend_kernel(
         for block in range(start, masked_start, BLOCK_N):
             s_top, s_total, s_acc = attend_block(
                 s_top, s_total, s_acc, queries, block, end, seen, view, in_view, tail,
-                k_pool + kv_head * k_head, k_slot, v_pool + kv_head * v_head, v_slot, scale_log2,
-                False, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
+                tail_pool, view_home, scale_log2,
+                False, VIEW_HEADS > 0, ELSEWHERE, D, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         for block in range(masked_start, end, BLOCK_N):
             s_top, s_total, s_acc = attend_block(
                 s_top, s_total, s_acc, queries, block, end, seen, view, in_view, tail,
-                k_pool + kv_head * k_head, k_slot, v_pool + kv_head * v_head, v_slot, scale_log2,
-                True, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
+                tail_pool, view_home, scale_log2,
+                True, VIEW_HEADS > 0, ELSEWHERE, D, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         if IN_ORDER:
             top, total, acc = merge_states(top, total, acc, s_top, s_total, s_acc)

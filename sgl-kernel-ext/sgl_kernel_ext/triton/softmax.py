@@ -25,16 +25,28 @@ def merge_states(top, total, acc, next_top, next_total, next_acc):
 
 
 @triton.jit
+def pool_of_head(pool, kv_head):
+    """Keys, their slot stride, values and theirs, of one KV head.
+
+    Args:
+        pool: keys, their slot and head strides, values and theirs.
+    """
+    k, k_slot, k_head, v, v_slot, v_head = pool
+    return k + kv_head * k_head, k_slot.to(tl.int64), v + kv_head * v_head, v_slot.to(tl.int64)
+
+
+@triton.jit
 def attend_block(
     top, total, acc, queries, start, end, seen, view, in_view, tail,
-    keys, key_stride, values, value_stride, scale_log2,
-    MASKED: tl.constexpr, HAS_VIEW: tl.constexpr, D: tl.constexpr,
+    pool, view_pool, scale_log2,
+    MASKED: tl.constexpr, HAS_VIEW: tl.constexpr, ELSEWHERE: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """State of each row after the BLOCK_N list entries from ``start``, those below ``end`` only.
 
-    Entry i is at slot ``view[i]`` if i < in_view, else ``tail[i]``, of the pools ``keys`` and
-    ``values``. MASKED: row r sees entries below ``seen[r]`` only, otherwise all rows see all.
+    Entry i is at slot ``view[i]`` if i < in_view, else ``tail[i]``, of ``pool`` (keys, slot stride,
+    values, slot stride); ELSEWHERE: those of the view are in ``view_pool``. MASKED: row r sees
+    entries below ``seen[r]`` only, otherwise all rows see all.
     """
     entry = start + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -46,8 +58,16 @@ def attend_block(
         slot = tl.load(tail + entry, mask=listed, other=0)
     slot = slot.to(tl.int64)[:, None]
     loaded = listed[:, None] & (d < D)[None, :]
-    k = tl.load(keys + slot * key_stride + d[None, :], mask=loaded, other=0.0)
-    v = tl.load(values + slot * value_stride + d[None, :], mask=loaded, other=0.0)
+    keys, key_stride, values, value_stride = pool
+    k_pointers = keys + slot * key_stride
+    v_pointers = values + slot * value_stride
+    if ELSEWHERE:
+        keys, key_stride, values, value_stride = view_pool
+        viewed = (entry < in_view)[:, None]
+        k_pointers = tl.where(viewed, keys + slot * key_stride, k_pointers)
+        v_pointers = tl.where(viewed, values + slot * value_stride, v_pointers)
+    k = tl.load(k_pointers + d[None, :], mask=loaded, other=0.0)
+    v = tl.load(v_pointers + d[None, :], mask=loaded, other=0.0)
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale_log2
     if MASKED:
@@ -67,7 +87,7 @@ def attend_block(
             for r in range(BLOCK_M):
                 this_row = tl.arange(0, BLOCK_M) == r
                 visible = loaded & (entry < tl.sum(tl.where(this_row, seen, 0)))[:, None]
-                row_v = tl.load(values + slot * value_stride + d[None, :], mask=visible, other=0.0)
+                row_v = tl.load(v_pointers + d[None, :], mask=visible, other=0.0)
                 row_acc = tl.dot(probs, row_v, acc, input_precision="ieee")
                 new_acc = tl.where(this_row[:, None], row_acc, new_acc)
     return new_top, total, new_acc

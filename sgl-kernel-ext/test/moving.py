@@ -1,0 +1,69 @@
+"""The same keys by another way: list prefixes turned into views, views moved to other pools."""
+
+import itertools
+from typing import Any
+
+import torch
+
+VIEWS = ("view_indices", "view_start", "view_len")
+
+
+def view_prefixes(args: dict[str, Any], tails: list[int]) -> dict[str, Any]:
+    """Arguments of ``ragged_attention`` without views -> the same lists, all but the last
+    ``tails[g]`` entries of group g as its view."""
+    groups = zip(*(args[n].tolist() for n in ("req_row", "tail_start", "tail_end")), strict=True)
+    lists = [
+        args["req_to_token"][row, start : end - tail]
+        for (row, start, end), tail in zip(groups, tails, strict=True)
+    ]
+    offsets = [0, *itertools.accumulate(map(len, lists))][:-1]
+    return args | dict(
+        tail_start=args["tail_end"] - torch.tensor(tails, device=args["q"].device),
+        view_indices=torch.cat(lists),
+        view_start=torch.tensor(offsets, device=args["q"].device)[:, None],
+        view_len=torch.tensor(list(map(len, lists)), device=args["q"].device)[:, None].int(),
+    )
+
+
+def move_views(args: dict[str, Any], homes: list[int], seed: int = 0) -> dict[str, Any]:
+    """Arguments with the view of group g moved to ``view_pools[homes[g] - 1]``; 0 stays.
+
+    Pools differ in size and strides: keys and values side by side, heads apart. What is not listed
+    holds NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    indices, start, length = (args[name] for name in VIEWS)
+    _, heads, dim = args["k_pool"].shape
+    lists = [
+        indices[s : s + n]
+        for s, n in zip(start.flatten().tolist(), length.flatten().tolist(), strict=True)
+    ]
+    total = sum(map(len, lists))
+    empty = args["k_pool"].new_full((3, total + 40, 2, heads, dim), float("nan"))
+    stacked = empty[0, : total + 9]
+    apart = empty[1].transpose(0, 2).contiguous().transpose(0, 2)
+    plain = empty[2, :, :, :].transpose(0, 1).contiguous()[:, : total + 21]
+    pools = [(stacked[:, 0], stacked[:, 1]), (apart[:, 0], apart[:, 1]), (plain[0], plain[1])]
+    pools = pools[: max(homes)]
+    moved, taken = [], 0
+    for i, slots in enumerate(lists):
+        home = homes[i // start.shape[1]]
+        if home == 0:
+            moved.append(slots)
+            continue
+        size = len(pools[home - 1][0])
+        free = torch.randperm(size, generator=generator)
+        free = free[pools[home - 1][0][free, 0, 0].isnan().cpu()][: len(slots)]
+        free = free.to(slots.device)
+        for target, source in zip(pools[home - 1], (args["k_pool"], args["v_pool"]), strict=True):
+            target[free] = source[slots.long()]
+        moved.append(free.int())
+        taken += len(slots)
+    assert taken > 0, "precondition: something moved"
+    offsets = [0, *itertools.accumulate(map(len, moved))][:-1]
+    return args | dict(
+        view_indices=torch.cat(moved),
+        view_start=torch.tensor(offsets, device=start.device).view(start.shape),
+        view_pools=pools,
+        view_pool=torch.tensor(homes, dtype=torch.int32, device=start.device),
+    )
