@@ -32,6 +32,11 @@ TIERS = {
     "file) drafts from its compressed copy until its full KV has arrived",
 }
 
+STAGING = {
+    "copy": "copied to the device for the pass",
+    "in-place": "read in host memory, on a CPU only",
+}
+
 
 @dataclass(frozen=True)
 class VeriCacheConfig:
@@ -47,6 +52,7 @@ class VeriCacheConfig:
         refresh: verify passes between two re-scorings of a view from the verify queries;
             0 never, None when acceptance falls.
         tier: see ``TIERS``.
+        staging: see ``STAGING``; None is in-place on a CPU, else copy.
         allow_unverified: whether a request may ask for the lossy output.
         settings: further compressor settings (``Settings`` fields), as JSON.
     """
@@ -59,6 +65,7 @@ class VeriCacheConfig:
     min_context: int = 512
     refresh: int | None = None
     tier: str = "resident"
+    staging: str | None = None
     allow_unverified: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -68,6 +75,11 @@ class VeriCacheConfig:
         if self.tier not in TIERS:
             raise ValueError(
                 f"--vericache-tier: unknown tier {self.tier!r}; supported: {', '.join(TIERS)}"
+            )
+        if self.staging is not None and self.staging not in STAGING:
+            raise ValueError(
+                f"--vericache-staging: unknown way {self.staging!r}; "
+                f"supported: {', '.join(STAGING)}"
             )
         if self.mode == "off" and self.tier != "resident":
             raise ValueError(f"--vericache-tier {self.tier} does nothing with --vericache off")
@@ -172,6 +184,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Where full KV is between verify passes. "
         + "; ".join(f"{k}: {v}" for k, v in TIERS.items())
         + f" (default: {default.tier}). Host memory is sized by --hicache-ratio or --hicache-size",
+    )
+    add(
+        "--vericache-staging",
+        choices=list(STAGING),
+        help="How a verify pass reads full KV that is in host memory. "
+        + "; ".join(f"{k}: {v}" for k, v in STAGING.items())
+        + " (default: in-place on a CPU, else copy)",
     )
     add(
         "--vericache-allow-unverified",

@@ -125,7 +125,8 @@ class Counters:
     reads of both kinds of row. ``offloads`` counts requests whose full KV was left to the host,
     ``stages`` their verify passes that nothing was copied ahead for, ``staged_tokens`` what those
     copied, ``copied_ahead`` what was copied for passes to come, and ``waits`` the iterations a
-    request waited for room. ``provisional`` counts requests that drafted while their full KV was on
+    request waited for room; ``host_reads`` counts tokens read in host memory by verify passes
+    instead. ``provisional`` counts requests that drafted while their full KV was on
     its way from a store, and ``proposed`` those drafts.
     """
 
@@ -139,6 +140,7 @@ class Counters:
     staged_tokens: int = 0
     copied_ahead: int = 0
     waits: int = 0
+    host_reads: int = 0
     provisional: int = 0
     proposed: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)

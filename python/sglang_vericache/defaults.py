@@ -38,6 +38,8 @@ def apply(server_args: Any, config: VeriCacheConfig) -> None:
         setattr(server_args, field, value)
     if config.offloads:
         use_host_tier(server_args, config.tier)
+        if config.staging == "in-place" and not shims.needed():
+            raise ValueError("--vericache-staging in-place: only a CPU reads host memory in place")
     if shims.needed() and server_args.enable_hierarchical_cache:
         server_args.hicache_io_backend = "direct"
         server_args.hicache_mem_layout = "layer_first"

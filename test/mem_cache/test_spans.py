@@ -91,14 +91,14 @@ class Memory(dict):
     delay = 0.0
     broken = False
 
-    def put_blob(self, key, data):
+    def put(self, key, data):
         time.sleep(self.delay)
         if self.broken:
             raise RuntimeError("broken")
         self[key] = bytes(data)
         return True
 
-    def get_blob(self, key):
+    def get(self, key):
         time.sleep(self.delay)
         if self.broken:
             raise RuntimeError("broken")

@@ -48,8 +48,12 @@ RETRACTING = ServerSpec(
 # the host those of many.
 TIER_TOKENS = 2560
 _TIER = (*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12")
+# A pass copies full KV to the device, as on a GPU, or reads it in host memory (the CPU's default).
+COPIES = ("--vericache-staging", "copy")
 TIERED = {
-    "bfloat16": ServerSpec((*_TIER, "--vericache-tier", "host", "--tool-call-parser", "qwen25")),
+    "bfloat16": ServerSpec(
+        (*_TIER, *COPIES, "--vericache-tier", "host", "--tool-call-parser", "qwen25")
+    ),
     "float32": ServerSpec((*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")),
 }
 # Only under pressure.
@@ -64,8 +68,7 @@ TIERED_TIGHT = ServerSpec(
 # Copies that start up to 20 ms late, layer by layer.
 SABOTEUR_PATH = str(Path(__file__).parent / "saboteur")
 TIERED_LATE = ServerSpec(
-    (*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12")
-    + ("--vericache-tier", "host"),
+    (*_TIER, *COPIES, "--vericache-tier", "host"),
     env=(("PYTHONPATH", SABOTEUR_PATH), ("SABOTEUR_COPY_DELAY", "0.02")),
 )
 # Stock SGLang on this CPU.

@@ -36,9 +36,12 @@ def asks(make_corpus, count, tokens, context=CONTEXT, first=0):
 def moved(server, before):
     """Change of the counters since ``before``, after asserting that host copies were used."""
     after = server.counters()
-    names = ("offloads", "stages", "staged_tokens", "copied_ahead")
+    names = ("offloads", "stages", "staged_tokens", "copied_ahead", "host_reads")
     change = {name: after[name] - before[name] for name in names}
-    assert change["offloads"] > 0 and change["staged_tokens"] + change["copied_ahead"] > 0, change
+    change["moved"] = change["staged_tokens"] + change["copied_ahead"] + change["host_reads"]
+    assert change["offloads"] > 0 and change["moved"] > 0, change
+    copies = server.get("/vericache")["config"]["staging"] == "copy"
+    assert change["host_reads"] == 0 if copies else change["host_reads"] > 0, change
     return change
 
 
@@ -54,7 +57,7 @@ def test_nothing_changes(dtype, server, off, make_corpus):
     found = [each.result() for each in running]
     assert_identical(found, off[dtype].answers(given))
     change = moved(server, before)
-    assert change["staged_tokens"] + change["copied_ahead"] > 2 * CONTEXT
+    assert change["moved"] > 2 * CONTEXT
     assert sum(a.accepted for a in found) < sum(a.drafted for a in found)
     assert not any(a.meta["num_retractions"] for a in found)
     most = max(tiers["offloaded"] + tiers["staged"] for tiers in seen)

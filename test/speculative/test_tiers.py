@@ -32,6 +32,9 @@ class Tree:
         self.holdings[req].staged = True
         return SIZE
 
+    def may_read_host(self, req):
+        return False
+
     def release(self, req):
         self.holdings[req].staged = False
 
@@ -69,7 +72,11 @@ def setup():
         ]
         for state in states:
             tree.holdings[state.req] = SimpleNamespace(staged=False)
-        return Tiers(tree, None, VeriCacheConfig(tier="host"), Counters()), tree, states
+        return (
+            Tiers(tree, None, VeriCacheConfig(tier="host", staging="copy"), Counters()),
+            tree,
+            states,
+        )
 
     return make
 
@@ -80,7 +87,7 @@ def test_who_waited_longest_goes_first(setup):
     verified = {0: 0, 1: 0, 2: 0}
     for _ in range(30):
         wanted = [VERIFY if state.drafts else DRAFT for state in states]
-        actions, _, _ = tiers.arrange(states, wanted, ())
+        actions, *_ = tiers.arrange(states, wanted, ())
         for state, action in zip(states, actions, strict=True):
             if action is VERIFY:
                 verified[state.serial] += 1
@@ -93,14 +100,14 @@ def test_who_waited_longest_goes_first(setup):
 
 def test_room_that_comes_back_is_no_reason_to_retract(setup):
     tiers, tree, states = setup(2, SIZE)
-    actions, loaded, _ = tiers.arrange(states, [VERIFY, VERIFY], ())
+    actions, loaded, *_ = tiers.arrange(states, [VERIFY, VERIFY], ())
     assert actions == [VERIFY, WAIT] and loaded == SIZE
     assert not tree.stuck and tree.finished_copies == 1
 
 
 def test_nobody_can_go_on(setup):
     tiers, tree, states = setup(3, SIZE - 1)
-    actions, loaded, _ = tiers.arrange(states, [VERIFY, VERIFY, DRAFT], ())
+    actions, loaded, *_ = tiers.arrange(states, [VERIFY, VERIFY, DRAFT], ())
     assert actions == [WAIT, WAIT, DRAFT] and loaded == 0
     assert tree.stuck == {states[0].req, states[1].req}
     assert tree.finished_copies == 1, "copies are waited for once an iteration"
@@ -113,7 +120,7 @@ def test_a_copy_ahead_is_not_released_and_takes_no_room_from_who_waits(setup):
     tiers.arrange(states, [DRAFT, DRAFT], {1})
     assert tree.holdings[states[1].req].staged
     tree.slots = SIZE
-    actions, _, _ = tiers.arrange(states, [VERIFY, DRAFT], {1})
+    actions, *_ = tiers.arrange(states, [VERIFY, DRAFT], {1})
     assert actions[0] is WAIT
     tree.release(states[1].req)
     tree.slots = 0
@@ -126,7 +133,7 @@ def test_plain_decoding_on_staged_kv_yields_after_a_while(setup):
     plain, _ = states
     tiers.arrange(states, [VERIFY, DRAFT], ())
     plain.drafts = []
-    history = [tiers.arrange(states, [VERIFY, VERIFY], ())[0] for _ in range(PATIENCE + 1)]
+    history = [tiers.arrange(states, [VERIFY, VERIFY], ()).actions for _ in range(PATIENCE + 1)]
     assert history[:PATIENCE] == [[VERIFY, WAIT]] * PATIENCE
     assert history[PATIENCE] == [WAIT, VERIFY]
     assert not tree.stuck

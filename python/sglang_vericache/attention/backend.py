@@ -34,6 +34,8 @@ class VeriCacheAttentionBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.pool = supported_pool(model_runner)
         self.query_window = 0
+        # Per layer, pools beside the device's own that lists of ``ViewLists.pool`` may name.
+        self.view_pools: list[list[tuple[Tensor, Tensor]]] = []
         self.rows: Rows | None = None
         self._queries: list[Tensor] = []
 
@@ -65,6 +67,8 @@ class VeriCacheAttentionBackend(AttentionBackend):
             view_indices=None if views is None else views.indices,
             view_start=None if views is None else views.start,
             view_len=None if views is None else views.length,
+            view_pools=() if views is None or views.pool is None else self.view_pools,
+            view_pool=None if views is None else views.pool,
             captured=rows.captured,
         )
 
@@ -118,11 +122,13 @@ class VeriCacheAttentionBackend(AttentionBackend):
         views = rows.views
         table = self.req_to_token if rows.table is None else rows.table
         longest = table.shape[1]
-        if views is None:
-            indices = start = length = None
-        else:
+        indices = start = length = pool = None
+        pools: list[tuple[Tensor, Tensor]] = []
+        if views is not None:
             indices, start, length = views.indices, views.start[layer_id], views.length[layer_id]
             longest += views.longest
+            if (pool := views.pool) is not None:
+                pools = self.view_pools[layer_id]
         return ragged_attention(
             q,
             k_pool,
@@ -136,6 +142,8 @@ class VeriCacheAttentionBackend(AttentionBackend):
             view_indices=indices,
             view_start=start,
             view_len=length,
+            view_pools=pools,
+            view_pool=pool,
             max_list_len=longest,
         )
 

@@ -23,14 +23,17 @@ class ViewLists:
     Attributes:
         indices: flat int32 KV slots of all views.
         start: int64 ``[L, G, Hv]`` offsets into ``indices``.
-        length: int32 ``[L, G, Hv]``; 0 for groups that read their full KV.
+        length: int32 ``[L, G, Hv]``; 0 for groups that read their full KV off ``req_to_token``.
         longest: bound on the lengths.
+        pool: int32 ``[G]``, which pool the slots of a group are in: 0 the device's own, i the
+            ``view_pools[layer][i - 1]`` of the attention backend. None: all in the device's own.
     """
 
     indices: Tensor
     start: Tensor
     length: Tensor
     longest: int
+    pool: Tensor | None = None
 
 
 @dataclass(frozen=True)

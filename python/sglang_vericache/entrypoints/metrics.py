@@ -22,6 +22,9 @@ TOTALS = {
     "staged_tokens": "Tokens whose KV was copied back from host memory for those.",
     "copied_ahead": "Tokens whose KV was copied back before the pass that needs it was due.",
     "waits": "Iterations that such a request waited for room on the device.",
+    "host_reads": "Tokens of full KV that verify passes read in host memory, copying nothing.",
+    "provisional": "Requests that drafted while a store delivered their full KV.",
+    "proposed": "Tokens drafted so.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}
 # The same by place in the draft, label ``position`` from 0.

@@ -108,6 +108,7 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "staged_tokens": total.staged_tokens,
         "copied_ahead": total.copied_ahead,
         "waits": total.waits,
+        "host_reads": total.host_reads,
         "provisional": total.provisional,
         "proposed": total.proposed,
         "rounds_by_length": {

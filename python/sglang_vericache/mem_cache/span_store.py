@@ -34,9 +34,9 @@ MAX_WAIT_SECONDS = 5.0
 class Storage(Protocol):
     """What is needed of a store; both count their failures themselves and raise nothing."""
 
-    def put_blob(self, key: str, data: bytes) -> bool: ...
+    def put(self, key: str, data: bytes) -> bool: ...
 
-    def get_blob(self, key: str) -> bytes | None: ...
+    def get(self, key: str) -> bytes | None: ...
 
 
 class _Copy(NamedTuple):
@@ -123,7 +123,7 @@ class SpanStore:
                     continue
                 blobs = cut(copy.view, copy.keys, copy.values, self.tokens)
                 for name, blob in zip(copy.names, blobs, strict=True):
-                    if name not in self._known and storage.put_blob(name, blob):
+                    if name not in self._known and storage.put(name, blob):
                         self._remember(name)
             except Exception:  # the thread outlives whatever a store raises
                 logger.exception("a compressed copy could not be stored")
@@ -135,7 +135,7 @@ class SpanStore:
                 blobs: list[bytes] = []
                 storage = self._storage()
                 for name in names:
-                    blob = None if storage is None else storage.get_blob(name)
+                    blob = None if storage is None else storage.get(name)
                     if blob is None:
                         break
                     blobs.append(blob)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
@@ -64,6 +65,8 @@ class TieredCache(UnifiedRadixCache):
         self.gives_back: Callable[[Req], int] = lambda req: 0
         # Requests that no verify pass can run for until somebody gives up room.
         self.stuck: set[Req] = set()
+        # Whether verify passes read full KV in host memory.
+        self.reads_host = False
         # Slots lent to whoever asked, by borrower; and how to ask for them all.
         self.lent: dict[Hashable, Tensor] = {}
         self.give_up_room: Callable[[], None] = lambda: None
@@ -208,12 +211,32 @@ class TieredCache(UnifiedRadixCache):
         row.copy_(self.path_device_indices(holding.node)[: row.shape[0]])
         return loaded
 
+    def may_read_host(self, req: Req) -> bool:
+        """Whether a verify pass should read the prefix of this request in host memory."""
+        if not self.reads_host or not self.is_offloaded(req):
+            return False
+        # What has left the device is complete on the host.
+        evicted = self.tree_core.is_full_device_evicted(self.holdings[req].node)
+        return evicted or not self.ongoing_write_through
+
+    def host_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer in host memory, ``[host slots, HKV, D]``."""
+        pool = self.cache_controller.mem_pool_host.anchor_entry.host_pool
+        return list(zip(pool.k_data_refs, pool.v_data_refs, strict=True))
+
+    def host_slots(self, req: Req) -> Tensor:
+        """Where the host copy of an offloaded prefix is, int64 host slots."""
+        core = self.tree_core
+        (path,) = core.collect_path_info([self.holdings[req].node])
+        values = [core.build_storage_backup_spec(node.node_id, False).host_value for node in path]
+        return torch.cat(values)[: req.kv.cache_protected_len]
+
     def staging_reserve(self, newcomer: Req) -> int:
         """Slots to leave when a request starts, so that every offloaded one can be staged later.
 
         The newcomer may use them for a while if it gives back as many.
         """
-        if not self.holdings:
+        if not self.holdings or self.reads_host:
             return 0
         sizes = [req.kv.cache_protected_len for req in self.holdings]
         largest = max(*sizes, len(newcomer.origin_input_ids))

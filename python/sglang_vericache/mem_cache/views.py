@@ -1,9 +1,12 @@
-"""Where draft views live: lists of KV slots, one block per request row, in one flat tensor.
+"""Where lists of KV slots live, one block per request row, in one flat tensor.
 
 A view names slots of SGLang's own KV pool. It is zero-copy while the radix tree keeps the slots of
 the request's full KV locked; the listed tokens of a request that gives those up are copied
 (``relocate``). What was generated since the view was chosen is not listed; readers add that run of
 ``req_to_token`` themselves.
+
+Beside its view a request may have a list of all its full KV in host memory, for verify passes that
+read it there.
 """
 
 from __future__ import annotations
@@ -29,37 +32,50 @@ class ViewStore:
         heads: lists per layer, 1 or the number of KV heads (Hv); see ``widen``.
         capacity: longest list in tokens; grows when a longer one is filed.
         device: where the KV pool is.
+        width: longest list of full KV in host memory; 0 if there are none.
     """
 
-    def __init__(self, rows: int, layers: int, heads: int, capacity: int, device: torch.device):
+    def __init__(
+        self,
+        rows: int,
+        layers: int,
+        heads: int,
+        capacity: int,
+        device: torch.device,
+        width: int = 0,
+    ):
         self.capacity = capacity
-        shape = (rows, layers, heads, capacity)
-        self.indices = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.host_length = torch.zeros(rows, dtype=torch.int32, device=device)
+        full = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self.length = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
-        self.start = self._offsets()
+        self._file(torch.zeros((rows, layers, heads, capacity), dtype=torch.int32), full)
         # The same lengths on the host, by row.
         self._kept: dict[int, tuple[int, ...]] = {}
 
-    def _offsets(self) -> Tensor:
-        rows, layers, heads, capacity = self.indices.shape
-        offsets = torch.arange(rows * layers * heads, device=self.indices.device) * capacity
-        return offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
+    def _file(self, views: Tensor, full: Tensor) -> None:
+        """Lay out all lists in one flat tensor."""
+        rows, layers, heads, capacity = views.shape
+        self._flat = torch.cat([views.flatten().to(full.device), full.flatten()])
+        self.indices = self._flat[: views.numel()].view_as(views)
+        self.host = self._flat[views.numel() :].view_as(full)
+        offsets = torch.arange(rows * layers * heads, device=full.device) * capacity
+        self.start = offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
+        self.host_start = views.numel() + torch.arange(rows, device=full.device) * full.shape[1]
 
     def widen(self, heads: int) -> None:
         """Make room for ``heads`` lists a layer; views filed so far are repeated for each head."""
         if self.indices.shape[2] == heads:
             return
         assert self.indices.shape[2] == 1, self.indices.shape
-        self.indices = self.indices.repeat(1, 1, heads, 1)
         self.length = self.length.repeat(1, 1, heads)
-        self.start = self._offsets()
+        self._file(self.indices.repeat(1, 1, heads, 1), self.host)
 
     def _grow(self, capacity: int) -> None:
         """Make room for lists of ``capacity`` tokens; what was filed stays."""
         wider = self.indices.new_zeros((*self.indices.shape[:3], capacity))
         wider[..., : self.capacity] = self.indices
-        self.capacity, self.indices = capacity, wider
-        self.start = self._offsets()
+        self.capacity = capacity
+        self._file(wider, self.host)
 
     def put(self, row: int, view: DraftView, slots: Tensor) -> None:
         """File a view.
@@ -103,16 +119,24 @@ class ViewStore:
         """Tokens in the longest list of a filed view."""
         return max(self._kept[row])
 
-    def lists(self, req_row: Tensor, drafting: Tensor) -> ViewLists:
+    def put_host(self, row: int, slots: Tensor) -> None:
+        """File where the full KV of a request is in host memory, int64 ``[n]`` host slots."""
+        self.host[row, : len(slots)] = slots.to(self.host.device)
+        self.host_length[row] = len(slots)
+
+    def lists(self, req_row: Tensor, drafting: Tensor, on_host: Tensor | None = None) -> ViewLists:
         """Kernel arguments for one pass.
 
         Args:
             req_row: int64 ``[G]`` rows of the requests.
             drafting: int32 ``[G]``, 1 where the group reads its view, 0 where its full KV.
+            on_host: int32 ``[G]``, 1 where the full KV is read in host memory; None: nowhere.
         """
-        return ViewLists(
-            indices=self.indices.view(-1),
-            start=self.start[:, req_row],
-            length=self.length[:, req_row] * drafting[:, None],
-            longest=self.capacity,
-        )
+        start, length = self.start[:, req_row], self.length[:, req_row] * drafting[:, None]
+        longest = self.capacity
+        if on_host is not None:
+            there = on_host.bool()[None, :, None]
+            start = torch.where(there, self.host_start[req_row][None, :, None], start)
+            length = torch.where(there, self.host_length[req_row][None, :, None], length)
+            longest = max(longest, self.host.shape[1])
+        return ViewLists(self._flat, start, length, longest, on_host)

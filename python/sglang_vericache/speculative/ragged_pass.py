@@ -27,7 +27,7 @@ class RaggedPass:
     """Rows of one pass over a decode batch.
 
     A drafting request brings one row that reads its view; a verifying request brings its last
-    committed token and its drafts, which read its full KV.
+    committed token and its drafts, which read its full KV, on the device or in host memory.
 
     Attributes:
         states, actions: the requests and what each does.
@@ -52,6 +52,7 @@ class RaggedPass:
         captures: Sequence[bool],
         req_row: Tensor,
         store: ViewStore,
+        on_host: Sequence[bool] = (),
     ) -> RaggedPass:
         """Lay out the rows.
 
@@ -59,6 +60,7 @@ class RaggedPass:
             req_row: int64 ``[G]``, the requests' rows of ``req_to_token``.
             captures: whose queries to keep for the next compression; of verifying requests only.
             store: filed draft views.
+            on_host: whose full KV is read in host memory; empty: nobody's.
         """
         device = req_row.device
         verifies = [action is Action.VERIFY for action in actions]
@@ -70,7 +72,8 @@ class RaggedPass:
         )
         tokens: list[int] = []
         captured: list[int] = []
-        heads, tail_start, tail_end, drafting = [0], [], [], []
+        heads, tail_start, tail_end = [0], [], []
+        drafting: list[int] = []
         for state, verify in zip(states, verifies, strict=True):
             sequence = [state.req.output_ids[-1], *state.drafts]
             tokens.extend(sequence if verify else sequence[-1:])
@@ -78,16 +81,23 @@ class RaggedPass:
                 captured.extend(range(heads[-1], len(tokens)))
             heads.append(len(tokens))
             reads_view = not verify and state.view_length > 0
+            reads_host = bool(on_host) and on_host[len(drafting)]
             drafting.append(int(reads_view))
-            tail_start.append(state.view_length if reads_view else 0)
+            tail_start.append(
+                state.view_length if reads_view else state.published if reads_host else 0
+            )
             tail_end.append(state.committed + len(sequence))
-        groups = torch.tensor([tail_start, tail_end, drafting], dtype=torch.int32).to(device)
+        columns = [tail_start, tail_end, drafting, *([list(on_host)] if any(on_host) else [])]
+        groups = torch.tensor(columns, dtype=torch.int32).to(device)
+        hosts = groups[3] if any(on_host) else None
         rows = Rows(
             q_indptr=torch.tensor(heads, dtype=torch.int32).to(device),
             req_row=req_row.to(torch.int32),
             tail_start=groups[0],
             tail_end=groups[1],
-            views=store.lists(req_row, groups[2]) if any(drafting) else None,
+            views=store.lists(req_row, groups[2], hosts)
+            if any(drafting) or hosts is not None
+            else None,
             captured=torch.tensor(captured).to(device) if captured else None,
         )
         return cls(states, actions, captures, layout, torch.tensor(tokens).to(device), rows)

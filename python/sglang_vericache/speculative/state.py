@@ -80,6 +80,11 @@ class RequestState:
         """Remember the queries of tokens just accepted, ``[L, n, HQ, D]``."""
         _append(self.queries, queries, window)
 
+    @property
+    def published(self) -> int:
+        """Tokens whose KV belongs to the radix tree."""
+        return self.req.kv.cache_protected_len
+
     def follow(self, tokens: Sequence[int]) -> None:
         """Hear what was committed; proposals that it contradicts are worth nothing."""
         count = len(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Action, Counters, DraftView
@@ -22,6 +22,22 @@ LOW_WATER = 0.25
 LOADED_RATE = 0.1
 # Iterations that somebody waits before a request that decodes plainly on its staged KV yields.
 PATIENCE = 8
+
+
+class Arranged(NamedTuple):
+    """Where the full KV of a pass is.
+
+    Attributes:
+        actions: those planned, with ``WAIT`` for requests that found no room.
+        loaded: tokens whose copies this pass waits for.
+        copies: index of those copies for ``ScheduleBatch.hicache_consumer_index``.
+        on_host: whose full KV is read in host memory.
+    """
+
+    actions: list[Action]
+    loaded: int
+    copies: int
+    on_host: list[bool]
 
 
 class Tiers:
@@ -49,9 +65,16 @@ class Tiers:
         self._waiting: list[Hashable] = []
         self._waited = 0
         cache.gives_back = self._gives_back
+        self.in_place = config.staging == "in-place" or (
+            config.staging is None and chooser.req_to_token.device.type == "cpu"
+        )
+        cache.reads_host = self.in_place
 
     def choose_view(self, state: RequestState) -> None:
         """Choose a view of a request whose full KV is on the device, and offload it if due."""
+        if self._cache.is_offloaded(state.req) and not self._bring(state.req):
+            state.has_view = True  # the view it has will do
+            return
         offloads = self._wants(state.req, state.limit)
         self._cache.keep(state.req)  # the copy of its last view is not read any more
         if offloads:
@@ -78,15 +101,11 @@ class Tiers:
         states: Sequence[RequestState],
         actions: Sequence[Action],
         copying: Collection[Hashable],
-    ) -> tuple[list[Action], int, int]:
+    ) -> Arranged:
         """Bring the full KV of verifying requests to the device, and that of some to come.
 
         Args:
             copying: serials of requests that verify soon and whose copies should run now.
-
-        Returns:
-            The actions, with ``WAIT`` for those that found no room; the tokens that this pass has
-            to wait for; and the index of their copies for ``ScheduleBatch.hicache_consumer_index``.
         """
         cache, holdings = self._cache, self._cache.holdings
         cache.refused = False
@@ -104,6 +123,12 @@ class Tiers:
             elif held.staged:
                 cache.release(state.req)
         due.sort(key=lambda i: self._turn(states[i].serial))
+        on_host = [False] * len(states)
+        for i in due:
+            if cache.may_read_host(states[i].req):
+                on_host[i] = True
+                self._counters.host_reads += states[i].published
+        due = [i for i in due if not on_host[i]]
         total = 0
         waiting = self._yielding(states, due)
         for i in waiting:
@@ -125,7 +150,7 @@ class Tiers:
         if not waiting and (begins := [req for req in ahead if cache.is_offloaded(req)]):
             self._counters.copied_ahead += cache.copy_ahead(begins)
         self._note_waiting([states[i] for i in waiting], states)
-        return arranged, total, index
+        return Arranged(arranged, total, index, on_host)
 
     def _yielding(self, states: Sequence[RequestState], due: Sequence[int]) -> list[int]:
         """Requests that would keep others from their verify pass for as long as they run.
@@ -140,12 +165,14 @@ class Tiers:
 
     def load(self, state: RequestState) -> float:
         """Tokens that the next verify pass of a request is expected to copy."""
-        if state.req not in self._cache.holdings:
+        if self.in_place or state.req not in self._cache.holdings:
             return 0.0
         return self._loaded_share * state.req.kv.cache_protected_len
 
-    def link(self) -> Link:
-        """What the planner is told about copies."""
+    def link(self) -> Link | None:
+        """What the planner is told about copies; None if there are none."""
+        if self.in_place:
+            return None
         cache = self._cache
         allocator = cache.token_to_kv_pool_allocator
         staged = sum(r.kv.cache_protected_len for r, h in cache.holdings.items() if h.staged)
@@ -171,6 +198,16 @@ class Tiers:
         share = loaded / req.kv.cache_protected_len
         self._loaded_share += LOADED_RATE * (share - self._loaded_share)
         return loaded
+
+    def _bring(self, req: Req) -> bool:
+        """Have all of a request's prefix on the device now; False without room."""
+        if self._stage(req, may_finish_copies=True) is None:
+            return False
+        index = self._cache.start_copies()
+        if index >= 0:
+            self._cache.holdings[req].copied_by = index
+        self._cache.await_copy(req)
+        return True
 
     def _turn(self, serial: Hashable) -> int:
         return self._waiting.index(serial) if serial in self._waiting else len(self._waiting)
@@ -244,6 +281,8 @@ class Tiers:
         store.relocate(state.row, self._chooser.pool, slots)
         if self._cache.offload(state.req, slots):
             self._counters.offloads += 1
+            if self.in_place:
+                store.put_host(state.row, self._cache.host_slots(state.req))
         else:
             # Its copy stays valid, but would belong to nobody.
             self._cache.token_to_kv_pool_allocator.free(slots)

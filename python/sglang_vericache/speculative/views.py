@@ -47,6 +47,7 @@ class ViewChooser:
             heads=1,
             capacity=config.compressor_settings.budget.tokens(width),
             device=self.req_to_token.device,
+            width=width if config.offloads else 0,
         )
 
     def choose(self, state: RequestState) -> DraftView | None:

@@ -79,6 +79,8 @@ class VeriCacheWorker(BaseSpecWorker):
             return self._prefill(batch)
         if self.config.offloads and self.tiers is None:
             self.tiers = Tiers(batch.tree_cache, self.chooser, self.config, self.counters)
+            if self.tiers.in_place:
+                self.attention.view_pools = [[pair] for pair in batch.tree_cache.host_buffers()]
         step = self._plan(batch)
         started = time.perf_counter()
         output = self._forward(batch, step)
@@ -129,18 +131,19 @@ class VeriCacheWorker(BaseSpecWorker):
         for state, action in zip(states, chosen, strict=True):
             if action is Action.DRAFT and not state.has_view:
                 self._choose_view(state)
+        on_host: Sequence[bool] = ()
         if self.tiers is not None:
-            chosen, loaded, batch.hicache_consumer_index = self.tiers.arrange(
-                states, chosen, self.planner.copying()
-            )
+            arranged = self.tiers.arrange(states, chosen, self.planner.copying())
+            chosen, on_host = arranged.actions, arranged.on_host
+            batch.hicache_consumer_index = arranged.copies
             planned = [a for s, a in zip(states, chosen, strict=True) if not s.unverified]
-            self.planner.revise(planned, loaded)
+            self.planner.revise(planned, arranged.loaded)
         captures = [
             action is Action.VERIFY and bool(state.drafts) and self._wants_queries(state)
             for state, action in zip(states, chosen, strict=True)
         ]
-        store = self.chooser.store
-        return RaggedPass.build(states, chosen, captures, batch.req_pool_indices, store)
+        rows, store = batch.req_pool_indices, self.chooser.store
+        return RaggedPass.build(states, chosen, captures, rows, store, on_host)
 
     def _choose_view(self, state: RequestState) -> None:
         if self.tiers is None:
