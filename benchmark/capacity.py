@@ -86,6 +86,7 @@ def main() -> None:
     drafting = (
         *("--vericache-tier", "host", "--vericache-compressor", args.compressor),
         *("--vericache-ratio", args.ratio, "--vericache-draft-len", args.draft_len),
+        *("--vericache-staging", args.staging),
     )
     on = vericache("on", model, args.dtype, (*drafting, *limits))
     plain, tiered = (_run(engine, prompts, args) for engine in (off, on))
@@ -130,6 +131,7 @@ def _arguments() -> argparse.Namespace:
     add("--compressor", default="snapkv", help="default: snapkv")
     add("--ratio", default="0.1", help="kept share of a draft view (default: 0.1)")
     add("--draft-len", default="auto", help="tokens per draft, or auto (default: auto)")
+    add("--staging", choices=("copy", "in-place"), default="in-place", help="default: in-place")
     add("--dtype", default="bfloat16", help="default: bfloat16")
     add("--model-path", type=Path, help="default: the embedded model")
     add("--json", type=Path, metavar="FILE", help="also write the JSON line there")

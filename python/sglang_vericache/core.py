@@ -126,8 +126,9 @@ class Counters:
     ``stages`` their verify passes that nothing was copied ahead for, ``staged_tokens`` what those
     copied, ``copied_ahead`` what was copied for passes to come, and ``waits`` the iterations a
     request waited for room; ``host_reads`` counts tokens read in host memory by verify passes
-    instead. ``provisional`` counts requests that drafted while their full KV was on
-    its way from a store, and ``proposed`` those drafts.
+    instead, and ``returns`` the offloaded requests that came back to stay on the device.
+    ``provisional`` counts requests that drafted while their full KV was on its way from a store,
+    and ``proposed`` those drafts.
     """
 
     drafted: int = 0
@@ -141,6 +142,7 @@ class Counters:
     copied_ahead: int = 0
     waits: int = 0
     host_reads: int = 0
+    returns: int = 0
     provisional: int = 0
     proposed: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)

@@ -72,6 +72,7 @@ def test_state_of_the_ranks():
         "copied_ahead": 0,
         "waits": 0,
         "host_reads": 0,
+        "returns": 0,
         "provisional": 0,
         "proposed": 0,
         "rounds_by_length": {"0": 1, "2": 1, "4": 2},

@@ -6,6 +6,7 @@ find their full KV on the host only; every test asserts that copies were made.
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,19 @@ def test_under_pressure_only(server, off, make_corpus):
     assert_identical(found, off["bfloat16"].answers(given))
     assert not any(a.meta["num_retractions"] for a in found)
     assert server.counters()["offloads"] > before["offloads"]
+
+
+@pytest.mark.server(TIERED_AUTO)
+def test_back_to_the_device(server, off, make_corpus):
+    """Once the others are gone there is room for all of a request's KV again."""
+    first, *others = asks(make_corpus, 5, 24)
+    first = replace(first, tokens=160)
+    before = server.counters()
+    found = server.concurrently([first, *others])
+    assert_identical(found, off["bfloat16"].answers([first, *others]))
+    after = server.counters()
+    assert after["offloads"] > before["offloads"]
+    assert after["returns"] > before["returns"]
 
 
 @HOST

@@ -23,6 +23,7 @@ TOTALS = {
     "copied_ahead": "Tokens whose KV was copied back before the pass that needs it was due.",
     "waits": "Iterations that such a request waited for room on the device.",
     "host_reads": "Tokens of full KV that verify passes read in host memory, copying nothing.",
+    "returns": "Requests that left their full KV to host memory and came back for good.",
     "provisional": "Requests that drafted while a store delivered their full KV.",
     "proposed": "Tokens drafted so.",
 }

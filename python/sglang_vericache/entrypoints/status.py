@@ -109,6 +109,7 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "copied_ahead": total.copied_ahead,
         "waits": total.waits,
         "host_reads": total.host_reads,
+        "returns": total.returns,
         "provisional": total.provisional,
         "proposed": total.proposed,
         "rounds_by_length": {

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Tiers but ``host`` offload while less than this share of device slots is free or evictable.
 LOW_WATER = 0.25
+# A request comes back to stay if more than this share is left with it.
+HIGH_WATER = 0.5
 LOADED_RATE = 0.1
 # Iterations that somebody waits before a request that decodes plainly on its staged KV yields.
 PATIENCE = 8
@@ -76,6 +78,7 @@ class Tiers:
             state.has_view = True  # the view it has will do
             return
         offloads = self._wants(state.req, state.limit)
+        self._counters.returns += state.req in self._cache.holdings and not offloads
         self._cache.keep(state.req)  # the copy of its last view is not read any more
         if offloads:
             self._cache.publish(state.req)  # may move KV to slots the tree had
@@ -86,14 +89,22 @@ class Tiers:
             self._offload(state)
 
     def recall_views(self, states: Sequence[RequestState]) -> None:
-        """Have residents choose a view anew, and so leave, once the device has got full."""
-        if not self._is_low():
-            return
+        """Have requests change their tier by choosing a view anew.
+
+        Under pressure residents leave; once there is room again one request at a time comes back.
+        """
+        low = self._is_low()
         for state in states:
             between_rounds = state.has_view and state.view_length and not state.drafts
-            if not between_rounds or state.req in self._cache.holdings:
+            if not between_rounds:
                 continue
-            if self._cache.host_has_room(state.committed) and self._wants(state.req, state.limit):
+            if state.req in self._cache.holdings:
+                if self._comes_back(state.req):
+                    state.has_view = False
+                    return
+                continue
+            leaves = low and self._cache.host_has_room(state.committed)
+            if leaves and self._wants(state.req, state.limit):
                 state.has_view = False
 
     def arrange(
@@ -246,12 +257,26 @@ class Tiers:
             return False
         if self._config.tier == "host":
             return True
-        return req in self._cache.holdings or self._is_low()
+        if req in self._cache.holdings:
+            return not self._comes_back(req)
+        return self._is_low()
+
+    def _comes_back(self, req: Req) -> bool:
+        """Whether an offloaded request has room to stay on the device."""
+        size, left = self._room()
+        if self._config.tier == "host" or self._cache.refused:
+            return False
+        missing = 0 if self._cache.holdings[req].staged else req.kv.cache_protected_len
+        return left - missing > HIGH_WATER * size
 
     def _is_low(self) -> bool:
+        size, left = self._room()
+        return self._cache.refused or left < LOW_WATER * size
+
+    def _room(self) -> tuple[int, int]:
+        """Device slots in all, and those that are free or evictable."""
         allocator = self._cache.token_to_kv_pool_allocator
-        left = allocator.available_size() + self._cache.evictable_size()
-        return self._cache.refused or left < LOW_WATER * allocator.size
+        return allocator.size, allocator.available_size() + self._cache.evictable_size()
 
     def _store_copy(self, state: RequestState, view: DraftView) -> None:
         """Have the compressed copy written beside the full KV that SGLang writes."""
