@@ -87,8 +87,8 @@ def test_under_pressure_only(server, off, make_corpus):
 @pytest.mark.server(TIERED_AUTO)
 def test_back_to_the_device(server, off, make_corpus):
     """Once the others are gone there is room for all of a request's KV again."""
-    first, *others = asks(make_corpus, 5, 24)
-    first = replace(first, tokens=160)
+    first, *others = asks(make_corpus, 8, 24)
+    first = replace(first, tokens=200)
     before = server.counters()
     found = server.concurrently([first, *others])
     assert_identical(found, off["bfloat16"].answers([first, *others]))

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from torch import Tensor
 
+from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
 from sglang_vericache.hooks import Hook
 from sglang_vericache.mem_cache.spans import CompressedCopy, cut, join, span_tokens
@@ -52,7 +53,7 @@ class SpanStore:
     Args:
         storage: returns where spans go; None while nothing is attached.
         page_size: of the tree, whose prefix hashes name the spans.
-        namespace: tells copies of this model and compressor from others.
+        namespace: tells copies of this compressor from others.
     """
 
     def __init__(self, storage: Callable[[], Storage | None], page_size: int, namespace: str):
@@ -155,16 +156,9 @@ class SpanStore:
         self._known[name] = None
 
 
-def namespace_of(config: Any, server_args: Any) -> str:
-    """Model, dtype and compressor of a server."""
-    parts = (
-        server_args.model_path,
-        server_args.revision,
-        server_args.dtype,
-        config.compressor,
-        sorted(vars(config.compressor_settings).items()),
-    )
-    return repr(parts)
+def namespace_of(config: VeriCacheConfig) -> str:
+    """What chose the tokens of a copy; model, dtype and layout are the storage's business."""
+    return repr((config.compressor, sorted(vars(config.compressor_settings).items())))
 
 
 def before_transfer(self: Any, *args: Any, **kwargs: Any) -> None:

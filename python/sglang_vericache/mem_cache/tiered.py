@@ -94,7 +94,7 @@ class TieredCache(UnifiedRadixCache):
             self.spans = SpanStore(
                 lambda: controller.storage_backend,
                 self.page_size,
-                namespace_of(config, server_args),
+                namespace_of(config),
             )
             controller.vericache_spans = self.spans
 
@@ -123,21 +123,6 @@ class TieredCache(UnifiedRadixCache):
     def take_back(self, borrower: Hashable) -> None:
         """Free what was lent."""
         self.token_to_kv_pool_allocator.free(self.lent.pop(borrower))
-
-    def prefetch_from_storage(
-        self, request: Any, last_host_node_id: int, new_input_tokens: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Also read the compressed copy of a prefix whose full KV is going to be read."""
-        known = request in self.ongoing_prefetch
-        result = super().prefetch_from_storage(
-            request, last_host_node_id, new_input_tokens, *args, **kwargs
-        )
-        if self.spans is not None and not known and request in self.ongoing_prefetch:
-            tokens = [*(kwargs.get("matched_prefix_tokens") or ()), *new_input_tokens]
-            names = self.spans.names(tokens, kwargs.get("extra_key"), kwargs.get("cache_salt"))
-            if names:
-                self.spans.request(request, names)
-        return result
 
     def can_offload(self, req: Req) -> bool:
         """Whether the tree owns a prefix of the request, and the request may enter it."""

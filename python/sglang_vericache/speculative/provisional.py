@@ -8,7 +8,7 @@ drafted meanwhile is verified like every draft. Nothing provisional is ever kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ class Provisional:
         self._worker, self._cache, self._store = worker, cache, cache.spans
         self._requests, self._config, self._counters = requests, config, counters
         self._jobs: dict[Hashable, _Job] = {}
+        self._asked: set[Hashable] = set()
         pool = worker.model_runner.token_to_kv_pool
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         self._buffers = [pool.get_kv_buffer(layer) for layer in layers]
@@ -107,18 +108,18 @@ class Provisional:
         cache.give_up_room = self.stop_all
 
     def step(self, waiting: Sequence[Req]) -> None:
-        """Take what arrived, end jobs whose full KV is there, and run one pass for the others."""
-        arrived = self._store.arrived()
-        if not arrived and not self._jobs:
-            return
-        loading = {
-            req.cache_request_handle: req
-            for req in waiting
-            if self._cache.has_ongoing_prefetch(req.cache_request_handle)
-        }
+        """Ask for copies, take what arrived, end jobs whose full KV is there, and run one pass."""
+        loading: dict[Hashable, Req] = {}
+        if self._cache.ongoing_prefetch:
+            loading = {
+                req.cache_request_handle: req
+                for req in waiting
+                if self._cache.has_ongoing_prefetch(req.cache_request_handle)
+            }
         for handle in [handle for handle in self._jobs if handle not in loading]:
             self._stop(handle)
-        for handle, copy in arrived:
+        self._ask(loading)
+        for handle, copy in self._store.arrived():
             if handle in loading:
                 self._start(loading[handle], copy)
         self._run([job for job in self._jobs.values() if not job.is_done])
@@ -128,10 +129,24 @@ class Provisional:
         for handle in list(self._jobs):
             self._stop(handle)
 
+    def _ask(self, loading: Mapping[Hashable, Req]) -> None:
+        """Begin to read the copies of requests that have just begun to wait for a store."""
+        self._asked &= loading.keys()
+        for handle, req in loading.items():
+            if handle in self._asked:
+                continue
+            self._asked.add(handle)
+            choices = choices_of(req, self._config)
+            if choices.limit == 0 or choices.unverified or req.output_ids:
+                continue
+            prompt = req.origin_input_ids
+            names = self._store.names(prompt[: len(prompt) - 1], req.extra_key, req.cache_salt)
+            if names:
+                self._store.request(handle, names)
+
     def _start(self, req: Req, copy: CompressedCopy) -> None:
-        choices = choices_of(req, self._config)
         rest = len(req.origin_input_ids) - copy.length
-        if choices.limit == 0 or choices.unverified or req.output_ids or not 0 < rest <= MAX_REST:
+        if rest > MAX_REST:
             return
         needed = copy.longest + rest + MAX_PROPOSALS
         slots = self._cache.lend(req.cache_request_handle, needed)
