@@ -48,6 +48,12 @@ def reopen(self: Any, batch: Any) -> None:
         batch.batch_is_full = False
 
 
+def retract(*, req: Any, tree_cache: Any, **kwargs: Any) -> None:
+    """``release_req`` before: what a request computed is not thrown away."""
+    if isinstance(tree_cache, TieredCache) and not req.finished():
+        tree_cache.demote(req)
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
@@ -69,5 +75,15 @@ HOOKS: tuple[Hook, ...] = (
         "around",
         decode,
         "knows of no request whose KV must come back",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.release_req",
+        (
+            *("req", "remaing_req_count", "req_to_token_pool", "token_to_kv_pool_allocator"),
+            *("tree_cache", "hisparse_coordinator", "offload_kv"),
+        ),
+        "before",
+        retract,
+        "frees the KV of a retracted request, which then has to be computed again",
     ),
 )

@@ -156,6 +156,18 @@ class TieredCache(UnifiedRadixCache):
         self.release(req)
         return True
 
+    def demote(self, req: Req) -> None:
+        """Have all committed KV of a request that is about to be retracted on the host.
+
+        When it starts again it finds that there instead of computing it.
+        """
+        owned = req.session is None and not req.skip_radix_cache_insert
+        if self.is_offloaded(req) or not owned or not req.output_ids:
+            return
+        self.publish(req)
+        if req.kv.cache_protected_len > 0 and self._back_up(req.last_node):
+            self.finish_copies()  # a copy that runs locks what has to go
+
     def keep(self, req: Req) -> None:
         """Leave the prefix of a staged request on the device: it is offloaded no more."""
         assert not self.is_offloaded(req)
