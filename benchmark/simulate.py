@@ -1,13 +1,14 @@
 """Draft-and-verify decoding simulated on the hardware of the VeriCache paper (arXiv 2605.17613).
 
 The real planner, reserve rings and draft lengths decide; devices, links and memory are models
-(``_hardware.py``: assumptions and their sources). Five sweeps:
+(``_hardware.py``: assumptions and their sources). Six sweeps:
 
-    decode   long contexts, full KV in host memory: three models on the paper's servers
-    memory   the share of device memory that is left for KV
-    link     how much slower the link is than device memory
-    remote   prefixes in a remote store, verified by a server near it
-    fleet    1 to 1,000 servers that share the store
+    decode     long contexts, full KV in host memory: three models on the paper's servers
+    memory     the share of device memory that is left for KV
+    link       how much slower the link is than device memory
+    agreement  how often drafts are right, with all KV on the device: fixed and adaptive lengths
+    remote     prefixes in a remote store, verified by a server near it
+    fleet      1 to 1,000 servers that share the store
 
 Every figure that the paper reports is shown beside it. Prints one table for each sweep and, as the
 last line, the figures as JSON.
@@ -58,15 +59,18 @@ PAIR = H100_NVL.times(2)
 KIVI_KEEP, REMOTE_DRAFTS = 0.3125, 40
 SLOW, FAST = 1.2 * GB, 40 * GB
 SHARES, RATIOS = (0.74, 0.6, 0.5, 0.4, 0.3, 0.2), (60, 45, 30, 20, 10)
+AGREEMENTS = (0.99, 0.97, 0.95, 0.9, 0.8, 0.6)
 FLEET, STORE = (1, 3, 10, 30, 100, 300, 1000), 120 * GB
 
 Figures = dict[str, Any]
 
 
-def simulate(server: Server, policy: Policy, requests: int) -> Outcome:
+def simulate(
+    server: Server, policy: Policy, requests: int, agreement: float | None = None
+) -> Outcome:
     """The workload of every sweep on one server."""
-    agreement = AGREEMENT[server.model.name]
-    return Simulation(server, policy, workload(requests, PROMPT, NEW_TOKENS, agreement, KEEP)).run()
+    p = AGREEMENT[server.model.name] if agreement is None else agreement
+    return Simulation(server, policy, workload(requests, PROMPT, NEW_TOKENS, p, KEEP)).run()
 
 
 def policies(server: Server) -> list[Policy]:
@@ -76,12 +80,15 @@ def policies(server: Server) -> list[Policy]:
 
 
 def compare(server: Server, requests: int) -> Figures:
-    """Rates of all policies on one server, and their gain over full KV."""
-    cells: Figures = {}
-    for policy in policies(server):
-        outcome = simulate(server, policy, requests)
-        base = cells["full KV"]["rate"] if cells else outcome.rate
-        cells[policy.name] = {
+    """All policies on one server."""
+    return gains({policy.name: simulate(server, policy, requests) for policy in policies(server)})
+
+
+def gains(outcomes: dict[str, Outcome]) -> Figures:
+    """Rates, and their gain over the first one."""
+    base = next(iter(outcomes.values())).rate
+    return {
+        name: {
             "rate": round(outcome.rate, 1),
             "gain": round(outcome.rate / base, 2),
             "batch": round(outcome.batch, 1),
@@ -89,7 +96,8 @@ def compare(server: Server, requests: int) -> Figures:
             "draft_length": round(outcome.draft_length, 1),
             "stalled": round(outcome.stalled / outcome.seconds, 2),
         }
-    return cells
+        for name, outcome in outcomes.items()
+    }
 
 
 def decode(requests: int) -> Figures:
@@ -121,6 +129,22 @@ def link(requests: int) -> Figures:
     table("link: gain by ratio of memory to link bandwidth", cells)
     first, *_, last = (cell["paper, mixed"]["gain"] for cell in cells.values())
     return {"cells": cells, "reproduced": reproduced(("60", 1.92, first), ("10", 3.01, last))}
+
+
+def agreement(requests: int) -> Figures:
+    """Draft lengths alone: nothing leaves the device."""
+    server = Server(PAIR, MISTRAL_24B)
+    cells = {
+        p: gains(
+            {
+                policy.name: simulate(server, policy, requests, p)
+                for policy in (Full(), Resident(8), Resident(25), Resident())
+            }
+        )
+        for p in AGREEMENTS
+    }
+    table("agreement: gain by per-token agreement", cells)
+    return {"cells": cells, "reproduced": []}
 
 
 def remote(requests: int) -> Figures:
@@ -197,6 +221,7 @@ SWEEPS: dict[str, Callable[[int], Figures]] = {
     "decode": decode,
     "memory": memory,
     "link": link,
+    "agreement": agreement,
     "remote": remote,
     "fleet": fleet,
 }
