@@ -1,0 +1,95 @@
+"""X0 and X1 while a store delivers: drafts on the compressed copy change nothing.
+
+The link of the store is slow, so that there is time to draft; every test asserts that it was used.
+"""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from server.comparing import assert_identical
+from server.harness import Ask
+from server.storing import PAGE, SERVER, compute, flush, from_store
+
+pytestmark = [pytest.mark.slow, pytest.mark.server(SERVER)]
+
+CONTEXT = 20 * PAGE
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+}
+KINDS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 7},
+    "penalised": {"frequency_penalty": 0.7, "min_new_tokens": 20},
+    "schema": {"json_schema": json.dumps(SCHEMA), "ignore_eos": False},
+}
+
+
+def drafted_meanwhile(server, before):
+    """Requests that drafted before their full KV had come since ``before``, and their drafts."""
+    after = server.counters()
+    return tuple(after[name] - before[name] for name in ("provisional", "proposed"))
+
+
+def copied(server, ask):
+    """The answer of a server that has to compute the prompt, with its copy in the store."""
+    expected, _ = compute(server, ask)
+    assert expected.meta["vericache"]["drafted"] > 0  # a view was chosen, and so written
+    return expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_before_the_full_kv(kind, server, make_corpus):
+    prompt = make_corpus().prompts(len(KINDS), CONTEXT + 5)[list(KINDS).index(kind)]
+    ask = Ask(tuple(prompt), 40, {"draft_len": 4}, sampling=KINDS[kind])
+    expected = copied(server, ask)
+    before = server.counters()
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == CONTEXT // PAGE
+    requests, drafts = drafted_meanwhile(server, before)
+    assert requests == 1 and drafts > 4
+    assert found.accepted > 0
+
+
+def test_a_longer_question_about_a_known_text(server, make_corpus):
+    """Z8: whoever shares the beginning of a prompt drafts on that part of its copy."""
+    prompt = tuple(make_corpus().prompt(CONTEXT))
+    copied(server, Ask(prompt, 24, {"draft_len": 4}))
+    ask = Ask((*prompt[: CONTEXT - 40], *prompt[:100]), 24, {"draft_len": 4})
+    before = server.counters()
+    found, pages = from_store(server, ask)
+    assert 0 < pages < CONTEXT // PAGE
+    assert drafted_meanwhile(server, before)[0] == 1
+    plain = Ask(ask.prompt, ask.tokens, {"enabled": False})
+    expected, _ = from_store(server, plain)
+    assert_identical([found], [expected])
+    assert drafted_meanwhile(server, before)[0] == 1, "drafted for a request that must not"
+
+
+def test_many_at_once_and_some_that_leave(server, make_corpus):
+    """More than the device holds; aborts while copies, full KV and drafts are on their way."""
+    prompts = make_corpus().prompts(8, CONTEXT + 3)
+    asks = [Ask(tuple(prompt), 24, {"draft_len": 4}) for prompt in prompts]
+    expected = [copied(server, ask) for ask in asks]
+    flush(server)
+    before = server.counters()
+    leaving = [
+        Ask(ask.prompt, 24, fields={"rid": f"remote-leaves-{i:02}"}) for i, ask in enumerate(asks)
+    ]
+    with ThreadPoolExecutor(len(leaving)) as threads:
+        running = [threads.submit(server.answer, ask) for ask in leaving[:4]]
+        found = threads.submit(server.concurrently, asks)
+        for i, ask in enumerate(leaving[:4]):
+            time.sleep(0.05 + 0.1 * i)
+            server.abort(ask.fields["rid"])
+        assert_identical(found.result(), expected)
+        reasons = [future.result().finish["type"] for future in running]
+    assert "abort" in reasons
+    requests, drafts = drafted_meanwhile(server, before)
+    assert requests > 1 and drafts > 4
+    server.check_idle()
