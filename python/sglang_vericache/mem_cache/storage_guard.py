@@ -46,7 +46,7 @@ class Options:
         link_latency_ms: pretend that a call takes as much longer.
     """
 
-    timeout_s: float = 5.0
+    timeout_s: float = 3.0
     failures: int = 3
     retry_s: float = 10.0
     link_gb_per_s: float = 0.0
@@ -78,7 +78,6 @@ class StorageCounters:
         queried, found: objects asked for, and how many of them were there.
         read, written: objects that arrived whole, and that were stored.
         bytes_read, bytes_written: of those.
-        corrupt: objects that arrived and failed their check.
         seconds: in calls to the store, by operation (``query``, ``read``, ``write``, ``remove``).
         errors: calls and objects that failed, as ``operation_reason``: ``missing`` (gone since it
             was asked for), ``short`` (wrong size), ``corrupt``, ``error`` (the store failed, or
@@ -92,7 +91,6 @@ class StorageCounters:
     written: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    corrupt: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     errors: Counter[str] = field(default_factory=Counter)
 

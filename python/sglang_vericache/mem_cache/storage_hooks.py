@@ -32,6 +32,12 @@ def storage_of(tree_cache: Any) -> SafeStorage | None:
     return backend if isinstance(backend, SafeStorage) else None
 
 
+def keep_layout(original: Any, server_args: Any) -> None:
+    """``resolve_storage_layout_compatibility`` around: any layout will do."""
+    if config_of(server_args) is None:
+        original(server_args)
+
+
 def create(
     original: Any,
     cls: type,
@@ -92,6 +98,13 @@ def weights_updated(result: Any, self: Any, recv_req: Any) -> None:
 
 
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility",
+        ("server_args",),
+        "around",
+        keep_layout,
+        "lays host memory out as Mooncake reads it, which cannot be copied on a CPU",
+    ),
     Hook(
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend",
         ("backend_name", "storage_config", "mem_pool_host", "kwargs"),
