@@ -15,7 +15,8 @@ from sglang_vericache.mem_cache.storage_stores import Outcome, Store
 logger = logging.getLogger(__name__)
 # Calls at once: HiCache asks, reads and writes from a thread each, others on their own.
 LANES = 4
-LANE_BYTES = 8 << 20
+# What one call may move.
+LANE_BYTES, LANE_RECORDS = 8 << 20, 128
 ALIGNMENT = 64
 
 
@@ -34,7 +35,8 @@ class Objects:
         self.size = size
         record = size + TRAILER_BYTES
         stride = -(-record // ALIGNMENT) * ALIGNMENT
-        shape = (LANES, max(1, LANE_BYTES // stride), stride)
+        records = min(max(1, LANE_BYTES // stride), LANE_RECORDS)
+        shape = (LANES, records, stride)
         self._buffer = torch.zeros(shape, dtype=torch.uint8)
         self._store = store
         store.attach(self._buffer)
