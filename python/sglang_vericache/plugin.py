@@ -39,7 +39,7 @@ def register() -> None:
 def table() -> tuple[Hook, ...]:
     """Every hook of this package into SGLang."""
     from sglang_vericache.entrypoints import admission, status
-    from sglang_vericache.mem_cache import reserve, span_store
+    from sglang_vericache.mem_cache import reserve, span_store, storage_hooks
     from sglang_vericache.platform import allocation, model
     from sglang_vericache.sampling import hooks as sampling
     from sglang_vericache.speculative import algorithm, provisional, sessions, zero_commit
@@ -67,6 +67,7 @@ def table() -> tuple[Hook, ...]:
         *allocation.HOOKS,
         *reserve.HOOKS,
         *span_store.HOOKS,
+        *storage_hooks.HOOKS,
         *provisional.HOOKS,
         *admission.HOOKS,
         *status.HOOKS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_vericache.core import Counters
+from sglang_vericache.entrypoints.storage_metrics import StorageExporter
 from sglang_vericache.hooks import Hook
 
 if TYPE_CHECKING:
@@ -102,12 +103,18 @@ def rounds_by_length(counters: Counters) -> dict[int, int]:
 
 def publish(result: None, self: SchedulerMetricsReporter, *args: Any, **kwargs: Any) -> None:
     """``SchedulerMetricsReporter.update_spec_metrics`` after: once per decode iteration."""
+    from sglang_vericache.mem_cache.storage_hooks import storage_of
+
     counters = getattr(self.scheduler.draft_worker, "counters", None)
     if not self.current_scheduler_metrics_enabled or not isinstance(counters, Counters):
         return
     if not hasattr(self, "vericache_exporter"):
         self.vericache_exporter = MetricsExporter(self.metrics_collector.labels)
     self.vericache_exporter.update(counters)
+    if (storage := storage_of(self.scheduler.tree_cache)) is not None:
+        if not hasattr(self, "vericache_storage_exporter"):
+            self.vericache_storage_exporter = StorageExporter(self.metrics_collector.labels)
+        self.vericache_storage_exporter.update(storage.usage())
 
 
 HOOKS = (

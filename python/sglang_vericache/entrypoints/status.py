@@ -75,13 +75,22 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
 
 
 def add_status(result: None, self: SchedulerInternalStateController, state: dict[str, Any]) -> None:
-    """``SchedulerInternalStateController._add_speculative`` after: in the scheduler process."""
+    """``SchedulerInternalStateController._add_speculative`` after: in the scheduler process.
+
+    ``storage`` is ``SafeStorage.usage``, null without ``--hicache-storage-backend``.
+    """
     from sgl_kernel_ext import active
+    from sglang_vericache.mem_cache.storage_hooks import storage_of
 
     if config_of(self.scheduler.server_args) is None:
         return
     worker: Any = self.scheduler.draft_worker
-    state[KEY] = {"kernels": active()} | (worker_status(worker) if worker is not None else {})
+    storage = storage_of(self.scheduler.tree_cache)
+    state[KEY] = {
+        "kernels": active(),
+        "storage": None if storage is None else storage.usage(),
+        **(worker_status(worker) if worker is not None else {}),
+    }
 
 
 def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,231 @@
+"""X1 from a remote store, and from one that is damaged or gone: the same ids and logprobs.
+
+One server on a directory of files; the last test hands it to Mooncake over TCP while it runs.
+"""
+
+import importlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from array import array
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+
+from server.comparing import assert_identical, difference
+from server.harness import Ask, ServerSpec
+from server.specs import FIXED
+from servers import free_port
+from sglang_vericache.mem_cache import storage_record
+from sglang_vericache.platform import bootstrap
+
+bootstrap.install()
+
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
+
+PAGE, PAGES = 32, 20
+DIRECTORY = Path(tempfile.gettempdir()) / f"vericache-store-{os.getpid()}"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "mooncake_store.py"
+POLICY = "wait_complete"
+ADMIN = {"Authorization": "Bearer test"}
+SERVER = ServerSpec(
+    (
+        *(*FIXED, "--vericache-tier", "host", "--max-total-tokens", "4096", "--hicache-ratio", "2"),
+        *("--page-size", str(PAGE), "--hicache-write-policy", "write_through"),
+        *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", POLICY),
+        *("--admin-api-key", "test"),
+    ),
+    env=(("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(DIRECTORY)),),
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.server(SERVER)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clean():
+    yield
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def prompt(make_corpus):
+    """It fills its pages, and is a few tokens longer."""
+    return tuple(make_corpus().prompt(PAGES * PAGE + 5))
+
+
+@pytest.fixture
+def ask(prompt, request):
+    """A request of this test alone: its first token is its own."""
+    first = 1000 + zlib.crc32(request.node.name.encode()) % 10000
+    return Ask((first, *prompt[1:]), 24, {"compressor": "snapkv", "draft_len": 4})
+
+
+def flush(server):
+    response = server.post("/flush_cache?timeout=30", {}, headers=ADMIN)
+    assert response.status_code == 200, response.text
+
+
+def usage(server):
+    return server.get("/vericache")["ranks"][0]["storage"]
+
+
+def stored(server):
+    """Wait until everything that is to be written is written; counters then."""
+    last = None
+    while (now := usage(server)) != last:
+        last = now
+        time.sleep(0.3)
+    return now
+
+
+def compute(server, ask):
+    """The answer of a server that has to compute the prompt, and what it stored."""
+    flush(server)
+    before = usage(server)
+    answer = server.answer(ask)
+    assert answer.meta["cached_tokens"] == 0
+    assert answer.accepted > 0
+    return answer, stored(server)["written"] - before["written"]
+
+
+def from_store(server, ask):
+    """The answer after host and device forgot the prompt, and the pages that came back."""
+    flush(server)
+    answer = server.answer(ask)
+    details = answer.meta["cached_tokens_details"] or {"device": 0, "host": 0, "storage": 0}
+    assert details["device"] == details["host"] == 0
+    stored(server)
+    return answer, details["storage"] / PAGE
+
+
+def page_file(ask, page):
+    """File of a page of the prompt."""
+    keys = get_storage_hash_str(RadixKey(array("q", ask.prompt)), None, page_size=PAGE)
+    (path,) = DIRECTORY.glob(f"*-{keys[page]}_*.bin")
+    return path
+
+
+def test_the_prompt_comes_from_the_store(server, ask):
+    expected, written = compute(server, ask)
+    assert written >= PAGES
+    before = usage(server)
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == PAGES
+    after = usage(server)
+    assert after["read"] - before["read"] == PAGES
+    assert after["errors"] == before["errors"]
+    assert after["seconds"]["read"] > before["seconds"].get("read", 0)
+
+
+def test_the_output_depends_on_what_is_stored(server, ask):
+    """Negative control: a page with other KV that passes its check changes the answer."""
+    expected, _ = compute(server, ask)
+    path = page_file(ask, 2)
+    record = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    size = len(record) - storage_record.TRAILER_BYTES
+    record[:size] = 0
+    name = path.name.removesuffix(path.name[path.name.index("_") :])
+    storage_record.seal(record, name, storage_record.Part(size, size))
+    path.write_bytes(record.numpy().tobytes())
+    found, pages = from_store(server, ask)
+    assert pages == PAGES
+    assert difference(found, expected) is not None
+
+
+def test_a_damaged_page_is_computed_and_stored_again(server, ask):
+    expected, _ = compute(server, ask)
+    path = page_file(ask, 7)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    before = usage(server)["errors"]
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == 7
+    assert usage(server)["errors"]["read_corrupt"] == before.get("read_corrupt", 0) + 1
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == PAGES
+
+
+def test_a_salt_holds_in_the_store(server, ask):
+    compute(server, ask)
+    salted = Ask(ask.prompt, 8, fields={"cache_salt": "another"})
+    _, pages = from_store(server, salted)
+    assert pages == 0
+    _, pages = from_store(server, salted)
+    assert pages == PAGES
+
+
+def test_a_store_that_is_removed_while_it_runs(server, ask):
+    expected, _ = compute(server, ask)
+    before = usage(server)["errors"]
+    shutil.rmtree(DIRECTORY)
+    for _ in range(2):
+        found, pages = from_store(server, ask)
+        assert_identical([found], [expected])
+        assert pages == 0
+    assert usage(server)["errors"]["write_error"] > before.get("write_error", 0)
+    server.check_idle()
+    DIRECTORY.mkdir()
+
+
+@pytest.fixture
+def mooncake(server):
+    """A Mooncake store that the server uses instead of its files; the process."""
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        pytest.skip(f"Mooncake is not installed, or libraries it needs are not: {error}")
+    ports = [f"--{name}={free_port()}" for name in ("port", "metrics-port", "segment-port")]
+    command = [sys.executable, str(SCRIPT), "--size=256 MB", *ports]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        flags = shlex.split(process.stdout.readline())
+        assert flags[:2] == ["--hicache-storage-backend", "mooncake"], process.poll()
+        attach(server, None)
+        attach(server, "mooncake", flags[3])
+        yield process
+        process.terminate()
+        assert process.wait(20) == 0
+    flush(server)  # once nothing is being stored any more
+    attach(server, None)
+    attach(server, "file", "{}")
+
+
+def attach(server, backend, config=None):
+    """Give a running server another store; None takes it away."""
+    url = f"{server.url}/hicache/storage-backend"
+    if backend is None:
+        response = requests.delete(url, headers=ADMIN, timeout=60)
+    else:
+        body = {
+            "hicache_storage_backend": backend,
+            "hicache_storage_backend_extra_config_json": config,
+            "hicache_storage_prefetch_policy": POLICY,
+        }
+        response = requests.put(url, json=body, headers=ADMIN, timeout=60)
+    assert response.status_code == 200, response.text
+
+
+def test_mooncake(server, ask, mooncake):
+    """The same from Mooncake, and when it is gone."""
+    expected, written = compute(server, ask)
+    assert written >= PAGES
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == PAGES
+    mooncake.terminate()
+    mooncake.wait(20)
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == 0
+    assert any(key.startswith("query_") for key in usage(server)["errors"])
