@@ -1,6 +1,7 @@
 """Runs tests of one server together; see ``harness.py``."""
 
 import functools
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from prompts import Corpus, load_tokenizer
 from server.comparing import PLAIN, Reference
 from server.harness import ServerSpec
 from server.pool import ServerPool
-from server.specs import OFF
+from server.specs import OFF, STORE_DIRECTORY
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 HERE = Path(__file__).parent
@@ -58,6 +59,7 @@ def pool():
     previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))
     yield pool
     pool.close()
+    shutil.rmtree(STORE_DIRECTORY, ignore_errors=True)
     signal.signal(signal.SIGTERM, previous)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 from server.harness import ServerSpec
@@ -70,6 +72,19 @@ SABOTEUR_PATH = str(Path(__file__).parent / "saboteur")
 TIERED_LATE = ServerSpec(
     (*_TIER, *COPIES, "--vericache-tier", "host"),
     env=(("PYTHONPATH", SABOTEUR_PATH), ("SABOTEUR_COPY_DELAY", "0.02")),
+)
+# A store of files at the end of a slow link, so that there is time to draft meanwhile.
+STORE_PAGE = 32
+STORE_DIRECTORY = str(Path(tempfile.gettempdir()) / f"vericache-store-{os.getpid()}")
+_LINK = json.dumps({"vericache": {"link_gb_per_s": 0.05}})
+REMOTE = ServerSpec(
+    (
+        *(*FIXED, "--vericache-tier", "remote", "--page-size", str(STORE_PAGE)),
+        *("--max-total-tokens", "4096", "--hicache-ratio", "2"),
+        *("--hicache-write-policy", "write_through", "--hicache-storage-backend", "file"),
+        *("--hicache-storage-backend-extra-config", _LINK, "--admin-api-key", "test"),
+    ),
+    env=(("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", STORE_DIRECTORY),),
 )
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(

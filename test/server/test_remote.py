@@ -5,15 +5,17 @@ The link of the store is slow, so that there is time to draft; every test assert
 
 import json
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from server.comparing import assert_identical
 from server.harness import Ask
-from server.storing import PAGE, SERVER, compute, flush, from_store
+from server.specs import REMOTE
+from server.storing import PAGE, compute, flush, from_store
 
-pytestmark = [pytest.mark.slow, pytest.mark.server(SERVER)]
+pytestmark = [pytest.mark.slow, pytest.mark.server(REMOTE)]
 
 CONTEXT = 20 * PAGE
 SCHEMA = {
@@ -27,6 +29,17 @@ KINDS = {
     "penalised": {"frequency_penalty": 0.7, "min_new_tokens": 20},
     "schema": {"json_schema": json.dumps(SCHEMA), "ignore_eos": False},
 }
+
+
+@pytest.fixture
+def prompts(make_corpus, request):
+    """Prompts of this test alone, which the store has not seen: their first token is its own."""
+    first = 1000 + zlib.crc32(request.node.name.encode()) % 10000
+
+    def make(count, tokens):
+        return [(first, *prompt[1:]) for prompt in make_corpus().prompts(count, tokens)]
+
+    return make
 
 
 def drafted_meanwhile(server, before):
@@ -43,9 +56,9 @@ def copied(server, ask):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_before_the_full_kv(kind, server, make_corpus):
-    prompt = make_corpus().prompts(len(KINDS), CONTEXT + 5)[list(KINDS).index(kind)]
-    ask = Ask(tuple(prompt), 40, {"draft_len": 4}, sampling=KINDS[kind])
+def test_drafts_before_the_full_kv(kind, server, prompts):
+    (prompt,) = prompts(1, CONTEXT + 5)
+    ask = Ask(prompt, 40, {"draft_len": 4}, sampling=KINDS[kind])
     expected = copied(server, ask)
     before = server.counters()
     found, pages = from_store(server, ask)
@@ -56,9 +69,9 @@ def test_drafts_before_the_full_kv(kind, server, make_corpus):
     assert found.accepted > 0
 
 
-def test_a_longer_question_about_a_known_text(server, make_corpus):
+def test_a_longer_question_about_a_known_text(server, prompts):
     """Z8: whoever shares the beginning of a prompt drafts on that part of its copy."""
-    prompt = tuple(make_corpus().prompt(CONTEXT))
+    (prompt,) = prompts(1, CONTEXT)
     copied(server, Ask(prompt, 24, {"draft_len": 4}))
     ask = Ask((*prompt[: CONTEXT - 40], *prompt[:100]), 24, {"draft_len": 4})
     before = server.counters()
@@ -71,10 +84,9 @@ def test_a_longer_question_about_a_known_text(server, make_corpus):
     assert drafted_meanwhile(server, before)[0] == 1, "drafted for a request that must not"
 
 
-def test_many_at_once_and_some_that_leave(server, make_corpus):
+def test_many_at_once_and_some_that_leave(server, prompts):
     """More than the device holds; aborts while copies, full KV and drafts are on their way."""
-    prompts = make_corpus().prompts(8, CONTEXT + 3)
-    asks = [Ask(tuple(prompt), 24, {"draft_len": 4}) for prompt in prompts]
+    asks = [Ask(prompt, 24, {"draft_len": 4}) for prompt in prompts(8, CONTEXT + 3)]
     expected = [copied(server, ask) for ask in asks]
     flush(server)
     before = server.counters()

@@ -4,13 +4,10 @@ One server on a directory of files; the last test hands it to Mooncake over TCP 
 """
 
 import importlib
-import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import zlib
 from array import array
 from pathlib import Path
@@ -20,8 +17,9 @@ import requests
 import torch
 
 from server.comparing import assert_identical, difference
-from server.harness import Ask, ServerSpec
-from server.specs import FIXED
+from server.harness import Ask
+from server.specs import REMOTE, STORE_DIRECTORY
+from server.storing import ADMIN, PAGE, POLICY, compute, flush, from_store, usage
 from servers import free_port
 from sglang_vericache.mem_cache import storage_record
 from sglang_vericache.platform import bootstrap
@@ -31,28 +29,11 @@ bootstrap.install()
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-PAGE, PAGES = 32, 20
-DIRECTORY = Path(tempfile.gettempdir()) / f"vericache-store-{os.getpid()}"
+PAGES = 20
 SCRIPT = Path(__file__).parents[2] / "scripts" / "mooncake_store.py"
-POLICY = "wait_complete"
-ADMIN = {"Authorization": "Bearer test"}
-SERVER = ServerSpec(
-    (
-        *(*FIXED, "--vericache-tier", "host", "--max-total-tokens", "4096", "--hicache-ratio", "2"),
-        *("--page-size", str(PAGE), "--hicache-write-policy", "write_through"),
-        *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", POLICY),
-        *("--admin-api-key", "test"),
-    ),
-    env=(("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(DIRECTORY)),),
-)
+DIRECTORY = Path(STORE_DIRECTORY)
 
-pytestmark = [pytest.mark.slow, pytest.mark.server(SERVER)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _clean():
-    yield
-    shutil.rmtree(DIRECTORY, ignore_errors=True)
+pytestmark = [pytest.mark.slow, pytest.mark.server(REMOTE)]
 
 
 @pytest.fixture(scope="module")
@@ -66,44 +47,6 @@ def ask(prompt, request):
     """A request of this test alone: its first token is its own."""
     first = 1000 + zlib.crc32(request.node.name.encode()) % 10000
     return Ask((first, *prompt[1:]), 24, {"compressor": "snapkv", "draft_len": 4})
-
-
-def flush(server):
-    response = server.post("/flush_cache?timeout=30", {}, headers=ADMIN)
-    assert response.status_code == 200, response.text
-
-
-def usage(server):
-    return server.get("/vericache")["ranks"][0]["storage"]
-
-
-def stored(server):
-    """Wait until everything that is to be written is written; counters then."""
-    last = None
-    while (now := usage(server)) != last:
-        last = now
-        time.sleep(0.3)
-    return now
-
-
-def compute(server, ask):
-    """The answer of a server that has to compute the prompt, and what it stored."""
-    flush(server)
-    before = usage(server)
-    answer = server.answer(ask)
-    assert answer.meta["cached_tokens"] == 0
-    assert answer.accepted > 0
-    return answer, stored(server)["written"] - before["written"]
-
-
-def from_store(server, ask):
-    """The answer after host and device forgot the prompt, and the pages that came back."""
-    flush(server)
-    answer = server.answer(ask)
-    details = answer.meta["cached_tokens_details"] or {"device": 0, "host": 0, "storage": 0}
-    assert details["device"] == details["host"] == 0
-    stored(server)
-    return answer, details["storage"] / PAGE
 
 
 def page_file(ask, page):
@@ -121,7 +64,7 @@ def test_the_prompt_comes_from_the_store(server, ask):
     assert_identical([found], [expected])
     assert pages == PAGES
     after = usage(server)
-    assert after["read"] - before["read"] == PAGES
+    assert after["read"] - before["read"] >= PAGES
     assert after["errors"] == before["errors"]
     assert after["seconds"]["read"] > before["seconds"].get("read", 0)
 

@@ -8,7 +8,7 @@ drafted meanwhile is verified like every draft. Nothing provisional is ever kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,27 +100,36 @@ class Provisional:
         self._worker, self._cache, self._store = worker, cache, cache.spans
         self._requests, self._config, self._counters = requests, config, counters
         self._jobs: dict[Hashable, _Job] = {}
-        self._asked: set[Hashable] = set()
         pool = worker.model_runner.token_to_kv_pool
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         self._buffers = [pool.get_kv_buffer(layer) for layer in layers]
         self._device = self._buffers[0][0].device
         cache.give_up_room = self.stop_all
 
+    def ask(self, req: Req) -> None:
+        """Begin to read the copy for a request that has just begun to wait for a store."""
+        choices = choices_of(req, self._config)
+        if choices.limit == 0 or choices.unverified or req.output_ids:
+            return
+        prompt = req.origin_input_ids
+        names = self._store.names(prompt[: len(prompt) - 1], req.extra_key, req.cache_salt)
+        if names:
+            self._store.request(req.cache_request_handle, names)
+
     def step(self, waiting: Sequence[Req]) -> None:
-        """Ask for copies, take what arrived, end jobs whose full KV is there, and run one pass."""
-        loading: dict[Hashable, Req] = {}
-        if self._cache.ongoing_prefetch:
-            loading = {
-                req.cache_request_handle: req
-                for req in waiting
-                if self._cache.has_ongoing_prefetch(req.cache_request_handle)
-            }
+        """Take what arrived, end jobs whose full KV is there, and run one pass for the others."""
+        arrived = self._store.arrived()
+        if not arrived and not self._jobs:
+            return
+        loading = {
+            req.cache_request_handle: req
+            for req in waiting
+            if self._cache.has_ongoing_prefetch(req.cache_request_handle)
+        }
         for handle in [handle for handle in self._jobs if handle not in loading]:
             self._stop(handle)
-        self._ask(loading)
-        for handle, copy in self._store.arrived():
-            if handle in loading:
+        for handle, copy in arrived:
+            if handle in loading and handle not in self._jobs:
                 self._start(loading[handle], copy)
         self._run([job for job in self._jobs.values() if not job.is_done])
 
@@ -128,21 +137,6 @@ class Provisional:
         """Give back all slots; proposals made so far stay."""
         for handle in list(self._jobs):
             self._stop(handle)
-
-    def _ask(self, loading: Mapping[Hashable, Req]) -> None:
-        """Begin to read the copies of requests that have just begun to wait for a store."""
-        self._asked &= loading.keys()
-        for handle, req in loading.items():
-            if handle in self._asked:
-                continue
-            self._asked.add(handle)
-            choices = choices_of(req, self._config)
-            if choices.limit == 0 or choices.unverified or req.output_ids:
-                continue
-            prompt = req.origin_input_ids
-            names = self._store.names(prompt[: len(prompt) - 1], req.extra_key, req.cache_salt)
-            if names:
-                self._store.request(handle, names)
 
     def _start(self, req: Req, copy: CompressedCopy) -> None:
         rest = len(req.origin_input_ids) - copy.length
@@ -277,13 +271,37 @@ def _row_params(reqs: Sequence[Req], device: torch.device) -> RowParams:
     )
 
 
+def after_prefetch(
+    result: Any, self: Scheduler, req: Req, storage_hit_end: int | None = None
+) -> None:
+    """``Scheduler._prefetch_kvcache`` after: the compressed copy comes before the full KV."""
+    provisional = _of(self)
+    if provisional and self.tree_cache.has_ongoing_prefetch(req.cache_request_handle):
+        provisional.ask(req)
+
+
 def after_events(result: None, self: Scheduler, should_retry_storage_prefetch: bool = True) -> None:
     """``Scheduler._process_hicache_events`` after: use the time until full KV arrives."""
-    if getattr(self.tree_cache, "spans", None) is not None:
-        self.draft_worker.draft_provisionally(self.tree_cache, self.waiting_queue)
+    if provisional := _of(self):
+        provisional.step(self.waiting_queue)
+
+
+def _of(scheduler: Scheduler) -> Provisional | None:
+    cache = scheduler.tree_cache
+    if getattr(cache, "spans", None) is None:
+        return None
+    found: Provisional = scheduler.draft_worker.provisional_for(cache)
+    return found
 
 
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
+        ("self", "req", "storage_hit_end"),
+        "after",
+        after_prefetch,
+        "knows of no second, smaller copy",
+    ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._process_hicache_events",
         ("self", "should_retry_storage_prefetch"),

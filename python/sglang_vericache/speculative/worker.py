@@ -23,7 +23,7 @@ from sglang_vericache.speculative.views import ViewChooser
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
 
@@ -92,13 +92,13 @@ class VeriCacheWorker(BaseSpecWorker):
             self.planner.observe(time.perf_counter() - started)
         return result
 
-    def draft_provisionally(self, cache: TieredCache, waiting: Sequence[Req]) -> None:
-        """Draft for requests whose full KV a store has yet to deliver."""
+    def provisional_for(self, cache: TieredCache) -> Provisional:
+        """What drafts for requests whose full KV a store has yet to deliver."""
         if self.provisional is None:
             self.provisional = Provisional(
                 self.target_worker, cache, self.requests, self.config, self.counters
             )
-        self.provisional.step(waiting)
+        return self.provisional
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         result = self.target_worker.forward_batch_generation(batch)
