@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from sglang_vericache.mem_cache.storage_stores import Outcome, Store
+from sglang_vericache.mem_cache.storage_stores import Store
 
 LAYERS, PAGE, SLOTS, HEADS, DIM = 2, 4, 64, 1, 8
 
@@ -46,16 +46,19 @@ class MemoryStore(Store):
 
     def read(self, names, records):
         self._begin("read")
+        sizes = []
         for name, record in zip(names, records, strict=True):
-            if name not in self.objects:
-                return [Outcome.READ] * names.index(name) + [Outcome.MISSING]
-            record.copy_(self.objects[name])
-        return [Outcome.READ] * len(names)
+            data = self.objects.get(name)
+            if data is None:
+                return [*sizes, None]
+            record[: len(data)] = data
+            sizes.append(len(data))
+        return sizes
 
-    def write(self, names, records):
+    def write(self, names, objects):
         self._begin("write")
-        for name, record in zip(names, records, strict=True):
-            self.objects[name] = record.clone()
+        for name, data in zip(names, objects, strict=True):
+            self.objects[name] = data.clone()
 
     def remove(self, name):
         self._begin("remove")

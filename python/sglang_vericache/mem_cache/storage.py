@@ -139,7 +139,6 @@ class SafeStorage(HiCacheStorage):
         def fill(record: Tensor, i: int) -> Part:
             part = Part(len(view[order[i] * size :][:size]), len(view), whole)
             payload(record, part)[:] = view[order[i] * size :][:size]
-            record[part.used : size] = 0
             return part
 
         return self._objects.write([names[i] for i in order], fill) == len(order)
@@ -149,10 +148,7 @@ class SafeStorage(HiCacheStorage):
 
         ``target_location`` and ``target_sizes`` belong to SGLang's signature and are ignored.
         """
-        head = self._names(key, 0)
-        if not any(self._objects.exist(head) or ()):
-            return None
-        pieces = self._pieces(head)
+        pieces = self._pieces(self._names(key, 0), expected=False)
         if not pieces:
             return None
         first, _ = pieces[0]
@@ -215,8 +211,9 @@ class SafeStorage(HiCacheStorage):
         stem = self._name(hashlib.sha256(key.encode()).hexdigest()[:32])
         return [f"{stem}.{i}" for i in range(max(1, -(-total // self._objects.size)))]
 
-    def _pieces(self, names: Sequence[str]) -> list[tuple[Part, bytes]]:
-        return [(part, bytes(payload(record, part))) for record, part in self._objects.read(names)]
+    def _pieces(self, names: Sequence[str], expected: bool = True) -> list[tuple[Part, bytes]]:
+        read = self._objects.read(names, expected)
+        return [(part, bytes(payload(record, part))) for record, part in read]
 
     def _first_slots(self, keys: Sequence[str], host_indices: Tensor) -> list[int]:
         slots: list[int] = host_indices[:: self._pool.page_size].tolist()

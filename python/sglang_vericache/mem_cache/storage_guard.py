@@ -80,7 +80,7 @@ class StorageCounters:
         bytes_read, bytes_written: of those.
         seconds: in calls to the store, by operation (``query``, ``read``, ``write``, ``remove``).
         errors: calls and objects that failed, as ``operation_reason``: ``missing`` (gone since it
-            was asked for), ``short`` (wrong size), ``corrupt``, ``error`` (the store failed, or
+            was asked for), ``corrupt`` (not what was stored), ``error`` (the store failed, or
             refused to store), ``timeout``, ``busy`` (earlier calls still hang), ``skipped`` (left
             alone after failures).
     """
@@ -238,11 +238,17 @@ class Guard:
             else:  # at once, unless its last call hangs
                 lane.task.add_done_callback(lambda _: self._idle.put(lane))
 
-    def call(self, lane: Lane, operation: str, function: Callable[[], T], nbytes: int = 0) -> T:
+    def call(
+        self,
+        lane: Lane,
+        operation: str,
+        function: Callable[[], T],
+        moved: Callable[[T], int] = lambda result: 0,
+    ) -> T:
         """Run a function of the store on a lane.
 
         Args:
-            nbytes: what it moves, for the pretended link.
+            moved: bytes that it moved, by its result; for the pretended link.
 
         Raises:
             Fault: it raised, or did not return in time.
@@ -265,7 +271,7 @@ class Guard:
             raise self.fault(operation, "error") from error
         else:
             breaker.succeeded()
-            self._link.carry(nbytes, began)
+            self._link.carry(moved(result), began)
             return result
         finally:
             with self._lock:

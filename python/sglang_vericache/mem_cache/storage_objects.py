@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from sglang_vericache.mem_cache.storage_guard import Fault, Guard, Lane, Options
 from sglang_vericache.mem_cache.storage_record import TRAILER_BYTES, Part, seal, verify
-from sglang_vericache.mem_cache.storage_stores import Outcome, Store
+from sglang_vericache.mem_cache.storage_stores import Store
 
 logger = logging.getLogger(__name__)
 # Calls at once: HiCache asks, reads and writes from a thread each, others on their own.
@@ -21,13 +22,13 @@ ALIGNMENT = 64
 
 
 class Objects:
-    """Records of one size, in memory of ours on their way to and from the store.
+    """Objects of limited size, in memory of ours (records) on their way to and from the store.
 
     Methods never raise because of the store and may be called from any thread.
 
     Args:
         store: where they are.
-        size: payload bytes of each.
+        size: most bytes of payload of one.
         options: bounds of calls.
     """
 
@@ -54,16 +55,19 @@ class Objects:
         self.guard.count(queried=len(names), found=sum(existing))
         return existing
 
-    def read(self, names: Sequence[str]) -> Iterator[tuple[Tensor, Part]]:
+    def read(self, names: Sequence[str], expected: bool = True) -> Iterator[tuple[Tensor, Part]]:
         """Records that passed their check, up to the first that does not.
 
         Each is valid until the next one is asked for.
+
+        Args:
+            expected: whether it is a fault if one is not there.
         """
         try:
             with self.guard.lane("read") as lane:
                 step = len(lane.records)
                 for start in range(0, len(names), step):
-                    yield from self._read_some(lane, names[start : start + step])
+                    yield from self._read_some(lane, names[start : start + step], expected)
         except Fault:
             return
 
@@ -98,29 +102,37 @@ class Objects:
         """Let go of the store."""
         self._attempt(self._store.close)
 
-    def _read_some(self, lane: Lane, names: Sequence[str]) -> Iterator[tuple[Tensor, Part]]:
+    def _read_some(
+        self, lane: Lane, names: Sequence[str], expected: bool
+    ) -> Iterator[tuple[Tensor, Part]]:
         records = lane.records[: len(names)]
-        nbytes = sum(len(record) for record in records)
-        outcomes = self.guard.call(lane, "read", lambda: self._store.read(names, records), nbytes)
-        for name, record, outcome in zip(names, records, outcomes, strict=False):
-            part = verify(record, name) if outcome is Outcome.READ else None
+        sizes = self.guard.call(
+            lane,
+            "read",
+            lambda: self._store.read(names, records),
+            moved=lambda sizes: sum(size or 0 for size in sizes),
+        )
+        for name, record, size in zip(names, records, sizes, strict=False):
+            if size is None:
+                raise self.guard.fault("read", "missing") if expected else Fault("missing")
+            part = verify(record[:size], name) if size <= len(record) else None
             if part is None:
-                if outcome is not Outcome.MISSING:
-                    self.discard(name)
-                kind = "corrupt" if outcome is Outcome.READ else outcome.value
-                raise self.guard.fault("read", kind)
-            self.guard.count(read=1, bytes_read=len(record))
+                self.discard(name)
+                raise self.guard.fault("read", "corrupt")
+            self.guard.count(read=1, bytes_read=size)
             yield record, part
 
     def _write_some(
         self, lane: Lane, names: Sequence[str], start: int, fill: Callable[[Tensor, int], Part]
     ) -> int:
         some = names[start : start + len(lane.records)]
-        records = lane.records[: len(some)]
-        for i, (name, record) in enumerate(zip(some, records, strict=True)):
+        objects = [
             seal(record, name, fill(record, start + i))
-        nbytes = sum(len(record) for record in records)
-        self.guard.call(lane, "write", lambda: self._store.write(some, records), nbytes)
+            for i, (name, record) in enumerate(zip(some, lane.records, strict=False))
+        ]
+        nbytes = sum(len(data) for data in objects)
+        write = functools.partial(self._store.write, some, objects)
+        self.guard.call(lane, "write", write, moved=lambda result: nbytes)
         self.guard.count(written=len(some), bytes_written=nbytes)
         return len(some)
 

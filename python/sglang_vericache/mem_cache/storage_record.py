@@ -1,8 +1,8 @@
 """Format of one stored object: a payload, then what proves that it is the one asked for.
 
-All objects of a store have one size. A KV page fills one; other bytes are cut into as many as
-needed. The checksum is seeded with the label under which an object is stored, so bytes of another
-object, model or layout fail it like damaged ones.
+A KV page is one object; other bytes are cut into as many as needed. The checksum is seeded with the
+label under which an object is stored, so bytes of another object, model or layout fail it like
+damaged ones.
 """
 
 from __future__ import annotations
@@ -39,25 +39,31 @@ def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def seal(record: Tensor, label: str, part: Part) -> None:
+def seal(record: Tensor, label: str, part: Part) -> Tensor:
     """Write the trailer behind the payload.
 
     Args:
-        record: uint8 ``[payload + TRAILER_BYTES]``; the first ``part.used`` bytes are set.
+        record: uint8, room for payload and trailer; the first ``part.used`` bytes are set.
         label: identity and name of the object.
+
+    Returns:
+        The object: a slice of ``record``.
     """
     trailer = _trailer(record, label, part)
-    record[-TRAILER_BYTES:].numpy()[:] = memoryview(trailer)
+    found = record[: part.used + TRAILER_BYTES]
+    memoryview(found.numpy().data)[part.used :] = trailer
+    return found
 
 
-def verify(record: Tensor, label: str) -> Part | None:
-    """What a record that was read holds; None if it is not what was sealed under this label."""
-    trailer = record[-TRAILER_BYTES:].numpy().tobytes()
-    magic, used, total, whole, _ = _TRAILER.unpack(trailer)
-    part = Part(used, total, whole)
-    if magic != MAGIC or used > len(record) - TRAILER_BYTES:
+def verify(found: Tensor, label: str) -> Part | None:
+    """What an object (uint8) holds; None if it is not what was sealed under this label."""
+    used = len(found) - TRAILER_BYTES
+    if used < 0:
         return None
-    return part if _trailer(record, label, part) == trailer else None
+    trailer = found[used:].numpy().tobytes()
+    _, _, total, whole, _ = _TRAILER.unpack(trailer)
+    part = Part(used, total, whole)
+    return part if _trailer(found, label, part) == trailer else None
 
 
 def payload(record: Tensor, part: Part) -> memoryview:
@@ -66,7 +72,6 @@ def payload(record: Tensor, part: Part) -> memoryview:
 
 
 def _trailer(record: Tensor, label: str, part: Part) -> bytes:
-    head = _TRAILER.pack(MAGIC, part.used, part.total, part.whole, 0)
-    seed = checksum(label.encode() + head)
-    proof = xxhash.xxh3_64_intdigest(payload(record, part), seed)
-    return _TRAILER.pack(MAGIC, part.used, part.total, part.whole, proof)
+    fields = (MAGIC, part.used, part.total, part.whole)
+    seed = checksum(label.encode() + _TRAILER.pack(*fields, 0))
+    return _TRAILER.pack(*fields, xxhash.xxh3_64_intdigest(payload(record, part), seed))

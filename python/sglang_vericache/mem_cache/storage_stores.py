@@ -1,7 +1,7 @@
-"""Stores below ``SafeStorage``: SGLang's backends, asked for whole objects of one size.
+"""Stores below ``SafeStorage``: SGLang's backends, asked for whole objects.
 
 SGLang hands a backend pages of its host pool, in a form that differs from backend to backend and
-with the pool's layout. Here every backend reads and writes flat records in memory of ours, so a
+with the pool's layout. Here every backend reads and writes memory of ours, so a
 store sees one object a page whatever the layout, and no byte reaches the pool before it is checked.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -18,15 +17,6 @@ from torch import Tensor
 
 class StoreError(RuntimeError):
     """The store did not do what it was asked to."""
-
-
-class Outcome(Enum):
-    """What reading one object brought."""
-
-    READ = "read"
-    MISSING = "missing"
-    SHORT = "short"
-    """There is one, of another size."""
 
 
 class Store(ABC):
@@ -49,16 +39,20 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def read(self, names: Sequence[str], records: Sequence[Tensor]) -> list[Outcome]:
-        """Fill records (uint8); after the first that is not ``READ`` they may hold anything.
+    def read(self, names: Sequence[str], records: Sequence[Tensor]) -> list[int | None]:
+        """Copy objects into records (uint8).
+
+        Returns:
+            Size of each in bytes, up to the first that is missing (None) or has no room in its
+            record, which then may hold anything.
 
         Raises:
             StoreError: the store failed.
         """
 
     @abstractmethod
-    def write(self, names: Sequence[str], records: Sequence[Tensor]) -> None:
-        """Store records.
+    def write(self, names: Sequence[str], objects: Sequence[Tensor]) -> None:
+        """Store objects (uint8).
 
         Raises:
             StoreError: not all of them were stored.
@@ -85,17 +79,17 @@ class FileStore(Store):
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [self._backend.exists(name) for name in names]
 
-    def read(self, names: Sequence[str], records: Sequence[Tensor]) -> list[Outcome]:
-        outcomes = []
+    def read(self, names: Sequence[str], records: Sequence[Tensor]) -> list[int | None]:
+        sizes: list[int | None] = []
         for name, record in zip(names, records, strict=True):
-            outcomes.append(self._read(name, record))
-            if outcomes[-1] is not Outcome.READ:
+            sizes.append(self._read(name, record))
+            if sizes[-1] is None:
                 break
-        return outcomes
+        return sizes
 
-    def write(self, names: Sequence[str], records: Sequence[Tensor]) -> None:
-        for name, record in zip(names, records, strict=True):
-            if not self._backend.set(name, record):  # it has logged why
+    def write(self, names: Sequence[str], objects: Sequence[Tensor]) -> None:
+        for name, data in zip(names, objects, strict=True):
+            if not self._backend.set(name, data):  # it has logged why
                 raise StoreError(f"{self._backend.file_path} took no file for {name}")
 
     def remove(self, name: str) -> None:
@@ -106,12 +100,14 @@ class FileStore(Store):
     def clear(self) -> None:
         self._backend.clear()
 
-    def _read(self, name: str, record: Tensor) -> Outcome:
-        path = self._path(name)
-        if os.path.exists(path) and os.path.getsize(path) != len(record):
-            return Outcome.SHORT
-        found = self._backend.get(name, record)
-        return Outcome.MISSING if found is None else Outcome.READ
+    def _read(self, name: str, record: Tensor) -> int | None:
+        try:
+            size = os.path.getsize(self._path(name))
+        except FileNotFoundError:
+            return None
+        if size > len(record):
+            return size
+        return None if self._backend.get(name, record[:size]) is None else size
 
     def _path(self, name: str) -> str:
         file = f"{self._backend._get_suffixed_key(name)}.bin"
@@ -121,7 +117,7 @@ class FileStore(Store):
 class MooncakeStore(Store):
     """Mooncake's distributed store, set up by SGLang's backend of that name."""
 
-    # Mooncake's ErrorCode; sizes that do not fit are an invalid parameter.
+    # Mooncake's ErrorCode; an object larger than its record is an invalid parameter.
     NOT_FOUND, INVALID = -704, -600
 
     def __init__(self, backend: Any):
@@ -137,22 +133,17 @@ class MooncakeStore(Store):
             raise StoreError(f"Mooncake error {min(codes)}")
         return [code == 1 for code in codes]
 
-    def read(self, names: Sequence[str], records: Sequence[Tensor]) -> list[Outcome]:
+    def read(self, names: Sequence[str], records: Sequence[Tensor]) -> list[int | None]:
         codes = self._client.batch_get_into(list(names), *_places(records))
-        outcomes = []
+        sizes: list[int | None] = []
         for code, record in zip(codes, records, strict=True):
-            if code == self.NOT_FOUND:
-                outcomes.append(Outcome.MISSING)
-            elif code == self.INVALID or 0 <= code < len(record):
-                outcomes.append(Outcome.SHORT)
-            elif code < 0:
+            if code < 0 and code not in (self.NOT_FOUND, self.INVALID):
                 raise StoreError(f"Mooncake error {code}")
-            else:
-                outcomes.append(Outcome.READ)
-        return outcomes
+            sizes.append({self.NOT_FOUND: None, self.INVALID: len(record) + 1}.get(code, code))
+        return sizes
 
-    def write(self, names: Sequence[str], records: Sequence[Tensor]) -> None:
-        codes = self._client.batch_put_from(list(names), *_places(records))
+    def write(self, names: Sequence[str], objects: Sequence[Tensor]) -> None:
+        codes = self._client.batch_put_from(list(names), *_places(objects))
         if min(codes) < 0:
             raise StoreError(f"Mooncake error {min(codes)}")
 
@@ -163,8 +154,8 @@ class MooncakeStore(Store):
         self._backend.clear()
 
 
-def _places(records: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    return [record.data_ptr() for record in records], [len(record) for record in records]
+def _places(memory: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    return [piece.data_ptr() for piece in memory], [len(piece) for piece in memory]
 
 
 STORES: dict[str, type[FileStore] | type[MooncakeStore]] = {
