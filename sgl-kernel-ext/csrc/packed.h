@@ -54,43 +54,58 @@ SGL_INLINE float half_at(const uint8_t* p) {
 template <int Bits>
 SGL_INLINE Vec load_codes(const uint8_t* p) {
   static_assert(Bits == 8 || Bits == 4);
-  uint8_t bytes[kLanes];
-  if constexpr (Bits == 8) {
-    std::memcpy(bytes, p, kLanes);
-  } else {
-#if defined(__SSE2__)
-    const __m128i pairs = _mm_loadl_epi64((const __m128i*)p), low = _mm_set1_epi8(15);
-    _mm_storeu_si128(
-        (__m128i*)bytes, _mm_unpacklo_epi8(_mm_and_si128(pairs, low),
-                                           _mm_and_si128(_mm_srli_epi16(pairs, 4), low)));
-#else
-    for (int i = 0; i < kLanes; ++i) bytes[i] = p[i / 2] >> i % 2 * 4 & 15;
-#endif
-  }
   Vec r;
-  SGL_FOR_PARTS {
-    NativeU8 raw;
-    std::memcpy(&raw, bytes + i * kNativeLanes, sizeof(raw));
-    r.part[i] = __builtin_convertvector(__builtin_convertvector(raw, NativeI32), NativeF32);
+#if defined(__AVX2__)
+  __m128i bytes;
+  if constexpr (Bits == 8) {
+    bytes = _mm_loadu_si128((const __m128i*)p);
+  } else {
+    const __m128i pairs = _mm_loadl_epi64((const __m128i*)p), low = _mm_set1_epi8(15);
+    bytes = _mm_unpacklo_epi8(
+        _mm_and_si128(pairs, low), _mm_and_si128(_mm_srli_epi16(pairs, 4), low));
   }
+#if defined(__AVX512F__)
+  r.part[0] = (NativeF32)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+#else
+  r.part[0] = (NativeF32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+  r.part[1] = (NativeF32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+#endif
+#else
+  float codes[kLanes];
+  for (int i = 0; i < kLanes; ++i) codes[i] = Bits == 8 ? p[i] : p[i / 2] >> i % 2 * 4 & 15;
+  std::memcpy(&r, codes, sizeof(r));
+#endif
   return r;
+}
+
+template <class T>
+SGL_INLINE void store_element16(T* p, Vec v) {
+#if defined(__AVX512BF16__)
+  // One instruction; it would flush denormals, which no codec yields.
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v.part[0]));
+    return;
+  }
+#endif
+  store16(p, v);
 }
 
 // A packed row -> head_dim elements of T.
 template <class T, int Bits>
 SGL_INLINE void unpack_row(const uint8_t* row, int head_dim, const Codec& codec, T* out) {
   const uint8_t* params = row + head_dim * Bits / 8;
-  Vec scale, zero;
-  for (int d = 0; d < head_dim; d += kLanes) {
-    if (d % codec.group == 0) {
-      const uint8_t* group = params + d / codec.group * 4;
-      scale = splat(half_at(group)), zero = splat(half_at(group + 2));
+  for (int d = 0; d < head_dim; params += 4) {
+    const Vec scale = splat(half_at(params)), zero = splat(half_at(params + 2));
+    const int end = std::min(d + codec.group, head_dim);
+    for (; d + kLanes <= end; d += kLanes) {
+      store_element16(out + d, fma(load_codes<Bits>(row + d * Bits / 8), scale, zero));
     }
-    const uint8_t* codes = row + d * Bits / 8;
-    const int count = std::min(kLanes, head_dim - d);
-    uint8_t padded[kLanes] = {};
-    if (count < kLanes) codes = std::copy_n(codes, count * Bits / 8, padded) - count * Bits / 8;
-    store_n(out + d, fma(load_codes<Bits>(codes), scale, zero), count);
+    if (d < end) {
+      uint8_t codes[kLanes] = {};
+      std::memcpy(codes, row + d * Bits / 8, (end - d) * Bits / 8);
+      store_n(out + d, fma(load_codes<Bits>(codes), scale, zero), end - d);
+      d = end;
+    }
   }
 }
 
