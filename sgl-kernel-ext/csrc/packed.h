@@ -40,13 +40,21 @@ static auto dispatch_bits(const Codec& codec, const Body& body) {
 
 typedef uint8_t NativeU8 __attribute__((vector_size(kNativeLanes)));
 
-SGL_INLINE float half_at(const uint8_t* p) {
-  c10::Half half;
-  std::memcpy(&half, p, sizeof(half));
-#if defined(__F16C__)
-  return _cvtsh_ss(half.x);
+struct Params {
+  Vec scale, zero;
+};
+
+SGL_INLINE Params load_params(const uint8_t* p) {
+#if defined(__AVX512F__)
+  int32_t both;
+  std::memcpy(&both, p, sizeof(both));
+  const __m128 pair = _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+  return {{{(NativeF32)_mm512_broadcastss_ps(pair)}},
+          {{(NativeF32)_mm512_broadcastss_ps(_mm_movehdup_ps(pair))}}};
 #else
-  return static_cast<float>(half);
+  c10::Half halves[2];
+  std::memcpy(halves, p, sizeof(halves));
+  return {splat(halves[0]), splat(halves[1])};
 #endif
 }
 
@@ -95,7 +103,7 @@ template <class T, int Bits>
 SGL_INLINE void unpack_row(const uint8_t* row, int head_dim, const Codec& codec, T* out) {
   const uint8_t* params = row + head_dim * Bits / 8;
   for (int d = 0; d < head_dim; params += 4) {
-    const Vec scale = splat(half_at(params)), zero = splat(half_at(params + 2));
+    const auto [scale, zero] = load_params(params);
     const int end = std::min(d + codec.group, head_dim);
     for (; d + kLanes <= end; d += kLanes) {
       store_element16(out + d, fma(load_codes<Bits>(row + d * Bits / 8), scale, zero));
