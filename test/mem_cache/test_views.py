@@ -66,6 +66,11 @@ def test_views_in_another_pool_keep_their_lists_when_the_store_grows():
     store.put_elsewhere(2, view(400, 1), torch.arange(400, dtype=torch.int32), 1)
     assert listed(store, 2, 0) == list(range(400)) and listed(store, 1, 0) == copy.tolist()
 
+    store.host_pool = 3
+    hosts = torch.tensor([0, 0, 1], dtype=torch.int32)
+    mixed = store.lists(torch.tensor([1, 0, 0]), 1 - hosts, hosts)
+    assert mixed.pool.tolist() == [2, 0, 3]
+
     store.forget(1)
     store.forget(2)
     store.put(1, view(3, 7), SLOTS)

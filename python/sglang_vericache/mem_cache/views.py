@@ -59,14 +59,15 @@ class ViewStore:
 
     def _file(self, views: Tensor, full: Tensor) -> None:
         """Lay out all lists in one flat tensor."""
-        rows, layers, heads, capacity = views.shape
         self._flat = torch.cat([views.flatten().to(full.device), full.flatten()])
         self.indices = self._flat[: views.numel()].view_as(views)
         self.host = self._flat[views.numel() :].view_as(full)
         self.start = self._offsets()
         for row, slots in self._elsewhere.items():
             self._share(row, slots)
-        self.host_start = views.numel() + torch.arange(rows, device=full.device) * full.shape[1]
+        self.host_start = (
+            views.numel() + torch.arange(len(full), device=full.device) * full.shape[1]
+        )
 
     def _offsets(self) -> Tensor:
         """Where the list of each layer, row and head begins, unless a row shares one."""
