@@ -3,8 +3,8 @@
 Each case runs over ``--layers`` distinct KV pools, as a forward pass does, so that short lists are
 not read from the cache again. The op, a plain read of as many bytes (``torch.sum``) and torch's
 gather + SDPA alternate over ``--rounds`` and the best round counts, so that another load on the
-machine hits all alike. Slots are pages of 64 in shuffled order. Prints one table and, as the last
-line, the figures as JSON.
+machine hits all alike. Slots are pages of 64 in shuffled order. Bytes are those of plain keys, also
+where the op reads packed ones. Prints one table and, as the last line, the figures as JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from torch import Tensor
 
 import sgl_kernel_ext
 
-CASES = {  # name: (groups, rows of each, keys of each, all but the rows' own in another pool)
-    "decode 1x8192": (1, 1, 8192, False),
-    "decode 8x6000": (8, 1, 6000, False),
-    "draft 8x600": (8, 1, 600, False),
-    "draft 8x600, view": (8, 1, 600, True),
-    "verify 9 rows": (1, 9, 6000, False),
-    "verify 9 rows, view": (1, 9, 6000, True),
-    "verify 8x5 rows": (8, 5, 6000, False),
-    "verify 8x5 rows, view": (8, 5, 6000, True),
-    "prefill 2048 rows": (1, 2048, 6000, False),
+CASES = {  # name: (groups, rows of each, keys of each, pool of all keys but the rows' own)
+    "decode 1x8192": (1, 1, 8192, "main"),
+    "decode 8x6000": (8, 1, 6000, "main"),
+    "draft 8x600": (8, 1, 600, "main"),
+    "draft 8x600, view": (8, 1, 600, "other"),
+    "draft 8x6000, int8": (8, 1, 6000, "int8"),
+    "draft 8x6000, int4": (8, 1, 6000, "int4"),
+    "verify 9 rows": (1, 9, 6000, "main"),
+    "verify 9 rows, view": (1, 9, 6000, "other"),
+    "verify 8x5 rows": (8, 5, 6000, "main"),
+    "verify 8x5 rows, view": (8, 5, 6000, "other"),
+    "prefill 2048 rows": (1, 2048, 6000, "main"),
 }
 PAGE = 64
 
@@ -88,9 +90,9 @@ def main() -> None:
     print(f"{'':21} {'ours us':>9} {'read us':>9} {'SDPA us':>9} {'GB/s':>6} {'GMAC/s':>7}")
     cells = {}
     for name in args.cases:
-        groups, rows, keys, viewed = CASES[name]
+        groups, rows, keys, home = CASES[name]
         layers = [
-            build(groups, rows, keys, viewed, *args.heads, args.head_dim, dtype)
+            build(groups, rows, keys, home, *args.heads, args.head_dim, dtype)
             for _ in range(1 if rows > keys // 100 else args.layers)
         ]
         ours, read, sdpa = (
@@ -125,7 +127,7 @@ def build(
     groups: int,
     rows: int,
     keys: int,
-    viewed: bool,
+    home: str,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -136,13 +138,13 @@ def build(
     table = slots.view(groups, -1)
     k_pool, v_pool = (torch.randn(slots.numel(), kv_heads, dim).to(dtype) for _ in range(2))
     in_view, views = 0, {}
-    if viewed:
+    if home != "main":
         in_view = keys - rows
         views = {
             "view_indices": table[:, :in_view].flatten(),
             "view_start": torch.arange(groups)[:, None] * in_view,
             "view_len": torch.full((groups, 1), in_view, dtype=torch.int32),
-            "view_pools": [(k_pool.clone(), v_pool.clone())],
+            "view_pools": [other_pool(k_pool, v_pool, home)],
             "view_pool": torch.ones(groups, dtype=torch.int32),
         }
     return Layer(
@@ -157,6 +159,17 @@ def build(
         scale=dim**-0.5,
         views=views,
     )
+
+
+def other_pool(k_pool: Tensor, v_pool: Tensor, home: str) -> tuple[Tensor, Tensor]:
+    """The same keys and values again, packed if ``home`` is a codec."""
+    if home == "other":
+        return k_pool.clone(), v_pool.clone()
+    slots, heads, dim = k_pool.shape
+    shape = (slots, heads, sgl_kernel_ext.CODECS[home].row_bytes(dim))
+    k, v = (torch.empty(shape, dtype=torch.uint8) for _ in range(2))
+    sgl_kernel_ext.pack_kv(k_pool, v_pool, k, v, torch.arange(slots, dtype=torch.int32))
+    return k, v
 
 
 def best_of(rounds: int, *calls: Callable[[], object]) -> list[float]:

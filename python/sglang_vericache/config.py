@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from sglang_vericache.compressors import Settings, create, names
+from sglang_vericache.compressors import Settings, create, supported
 
 ATTRIBUTE = "_vericache"
 PREFIX = "vericache_"
@@ -44,7 +44,7 @@ class VeriCacheConfig:
 
     Attributes:
         mode: see ``MODES``.
-        compressor: name of a registered compressor.
+        compressor: name of a registered compressor, or of one with a codec.
         ratio: share of the compressed context that a draft view keeps, in (0, 1].
         draft_len: tokens drafted before a verify pass; None adapts it per request.
         max_draft_len: upper limit of an adaptive draft length; sizes the KV reserve.
@@ -53,6 +53,8 @@ class VeriCacheConfig:
             0 never, None when acceptance falls.
         tier: see ``TIERS``.
         staging: see ``STAGING``; None is in-place on a CPU, else copy.
+        packed_tokens: slots of a pool of packed KV, which drafts of quantizing compressors read;
+            None takes as many as the KV pool has.
         allow_unverified: whether a request may ask for the lossy output.
         settings: further compressor settings (``Settings`` fields), as JSON.
     """
@@ -66,6 +68,7 @@ class VeriCacheConfig:
     refresh: int | None = None
     tier: str = "resident"
     staging: str | None = None
+    packed_tokens: int | None = None
     allow_unverified: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,6 +95,10 @@ class VeriCacheConfig:
             raise ValueError(f"--vericache-min-context must be at least 0, not {self.min_context}")
         if self.refresh is not None and self.refresh < 0:
             raise ValueError(f"--vericache-refresh must be at least 0, not {self.refresh}")
+        if self.packed_tokens is not None and self.packed_tokens < 1:
+            raise ValueError(
+                f"--vericache-packed-tokens must be at least 1, not {self.packed_tokens}"
+            )
         for key in self.settings:
             if key == "ratio" or key not in {f.name for f in fields(Settings)}:
                 supported = sorted({f.name for f in fields(Settings)} - {"ratio"})
@@ -144,8 +151,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--vericache-compressor",
         metavar="NAME",
-        help=f"Method that chooses the draft view: {', '.join(names())} "
-        f"(default: {default.compressor})",
+        help=f"Method that chooses the draft view: {supported()} (default: {default.compressor})",
     )
     add(
         "--vericache-ratio",
@@ -191,6 +197,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="How a verify pass reads full KV that is in host memory. "
         + "; ".join(f"{k}: {v}" for k, v in STAGING.items())
         + " (default: in-place on a CPU, else copy)",
+    )
+    add(
+        "--vericache-packed-tokens",
+        type=int,
+        metavar="N",
+        help="Tokens of a pool of packed KV, which lies beside the KV pool and holds what drafts "
+        "of a quantizing compressor read; a request that finds no room there decodes plainly "
+        "(default: as many as the KV pool)",
     )
     add(
         "--vericache-allow-unverified",

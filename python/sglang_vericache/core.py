@@ -128,7 +128,7 @@ class Counters:
     request waited for room; ``host_reads`` counts tokens read in host memory by verify passes
     instead, and ``returns`` the offloaded requests that came back to stay on the device.
     ``provisional`` counts requests that drafted while their full KV was on its way from a store,
-    and ``proposed`` those drafts.
+    and ``proposed`` those drafts. ``unpacked`` counts views that found no room in a packed pool.
     """
 
     drafted: int = 0
@@ -145,6 +145,7 @@ class Counters:
     returns: int = 0
     provisional: int = 0
     proposed: int = 0
+    unpacked: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
 

@@ -206,7 +206,7 @@ class Worker {
 
   // Copies the rows of `count` slots, those of the unit's heads side by side, while it fetches rows
   // further on in `slots` (of length `end`): reading memory in order keeps it at full speed.
-  // Returns where the copies end.
+  // What is packed is unpacked. Returns where the copies end.
   uint8_t* stage(
       const KvPool& pool,
       const Unit& unit,
@@ -214,6 +214,11 @@ class Worker {
       int count,
       int end,
       uint8_t* out) const {
+    if (pool.codec.bits > 0) {
+      return dispatch_bits(pool.codec, [&](auto bits) {
+        return unpack<bits>(pool, unit, slots, count, end, reinterpret_cast<T*>(out));
+      });
+    }
     const int64_t row_bytes = p_.head_dim * sizeof(T);
     const bool dense = pool.head_stride == row_bytes;
     const int spans = dense ? 1 : unit.heads;
@@ -233,6 +238,23 @@ class Worker {
       }
     }
     return out;
+  }
+
+  // `stage` of a packed pool.
+  template <int Bits>
+  uint8_t* unpack(
+      const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end, T* out) const {
+    const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
+    const int bytes = pool.codec.row_bytes(p_.head_dim);
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* row = base + slots[i] * pool.slot_stride;
+      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
+      for (int h = 0; h < unit.heads; ++h, out += p_.head_dim) {
+        for (int at = 0; at < bytes; at += 64) fetch_line(later + h * pool.head_stride + at);
+        unpack_row<T, Bits>(row + h * pool.head_stride, p_.head_dim, pool.codec, out);
+      }
+    }
+    return reinterpret_cast<uint8_t*>(out);
   }
 
   // Addresses of one head's staged rows, zero rows up to a full block of 16.
@@ -313,7 +335,11 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
   p.q_row_stride = q.stride(0);
   p.q_head_stride = q.stride(1);
   p.pools.push_back({kv_pool(k_pool), kv_pool(v_pool)});
-  for (const auto& [k, v] : view_pools) p.pools.push_back({kv_pool(k), kv_pool(v)});
+  for (const auto& [k, v] : view_pools) {
+    p.pools.push_back({kv_pool(k), kv_pool(v)});
+    p.pools.back().k.codec = codec_of(k, q.size(2));
+    p.pools.back().v.codec = codec_of(v, q.size(2));
+  }
   p.out = result.mutable_data_ptr();
   p.out_row_stride = result.stride(0);
   p.out_head_stride = result.stride(1);

@@ -6,18 +6,19 @@
 #include <limits>
 #include <vector>
 
-#include "attention_tile.h"
+#include "packed.h"
 
 namespace sgl_ext {
 
-constexpr int kMaxHeadDim = 1024;
 // A state is max, sum, padding to a vector, then the unnormalised output. Scores are in base 2.
 constexpr int kStateHeader = kLanes;
 
-// K or V of one layer, [slots, kv_heads, head_dim] with contiguous head_dim; strides in bytes.
+// K or V of one layer, [slots, kv_heads, head_dim or bytes of a packed row] with the last contiguous;
+// strides in bytes.
 struct KvPool {
   const uint8_t* base;
   int64_t slots, slot_stride, head_stride;
+  Codec codec = {};
 };
 
 struct KvPools {

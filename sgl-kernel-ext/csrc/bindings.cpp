@@ -13,6 +13,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   m.def("ragged_attention", &ragged_attention, Release());
   m.def("key_scores", &key_scores, Release());
+  m.def("pack_kv", &pack_kv, Release());
   m.def("pack_weight", &pack_weight);
   m.def("linear", &linear);
   m.def("rmsnorm", &rmsnorm);

@@ -1,4 +1,4 @@
-// The ops; semantics in sgl_kernel_ext/attention.py, linear.py and fused.py.
+// The ops; semantics in sgl_kernel_ext/attention.py, packed.py, linear.py and fused.py.
 // Tensor.h only: ATen.h and pybind11 headers take longer to compile than the kernels.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -21,6 +21,10 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
                         const MaybeTensor& view_len, const std::vector<KvTensors>& view_pools,
                         const MaybeTensor& view_pool, const MaybeTensor& out,
                         const MaybeTensor& lse);
+
+// packed.cpp
+void pack_kv(const Tensor& k, const Tensor& v, const Tensor& k_packed, const Tensor& v_packed,
+             const Tensor& slots);
 
 // key_scores.cpp
 Tensor key_scores(const Tensor& q, const Tensor& k_pool, const Tensor& slots, double scale,

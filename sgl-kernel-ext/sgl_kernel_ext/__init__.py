@@ -19,8 +19,11 @@ from sgl_kernel_ext.fused import (
     store_kv,
 )
 from sgl_kernel_ext.linear import PackedWeight, linear, pack_weight
+from sgl_kernel_ext.packed import CODECS, Codec, pack_kv
 
 __all__ = [
+    "CODECS",
+    "Codec",
     "Decoder",
     "DecoderLayer",
     "DecoderRows",
@@ -32,6 +35,7 @@ __all__ = [
     "fused_add_rmsnorm",
     "key_scores",
     "linear",
+    "pack_kv",
     "pack_weight",
     "ragged_attention",
     "rmsnorm",

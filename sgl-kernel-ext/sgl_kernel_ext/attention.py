@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sgl_kernel_ext._loader import cpu_module, force_reference
+from sgl_kernel_ext.packed import codec_of
 from sgl_kernel_ext.reference import attention as reference
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,7 +70,9 @@ def ragged_attention(
         view_start: [G, 1] int64 offsets into view_indices shared by all KV heads, or [G, HKV].
         view_len: int32 like view_start; 0 where a group has no view.
         view_pools: further pools that views may lie in, keys and values each
-            [slots of that pool, HKV, D] as k_pool, with strides of their own.
+            [slots of that pool, HKV, D] as k_pool, with strides of their own; or packed ones,
+            [slots, HKV, row bytes] uint8 as :func:`pack_kv` fills them, whose elements are
+            decoded and rounded to q's dtype.
         view_pool: [G] int32, where the view of a group lies: 0 in k_pool and v_pool, i in
             ``view_pools[i - 1]``. None means 0 for all groups.
         out: [R, HQ, D] in q's dtype, D contiguous; allocated when None.
@@ -177,9 +180,9 @@ def check_rows(
         raise ValueError(
             f"v_pool: expected the shape of k_pool {tuple(k_pool.shape)}, got {tuple(v_pool.shape)}"
         )
-    for i, (k, v) in enumerate(view_pools):
-        _check_floats(f"view_pools[{i}] keys", k, q, (*k.shape[:1], *k_pool.shape[1:]))
-        _check_floats(f"view_pools[{i}] values", v, q, k.shape)
+    for i, pair in enumerate(view_pools):
+        for part, pool in zip(("keys", "values"), pair, strict=True):
+            _check_view_pool(f"view_pools[{i}] {part}", pool, q, k_pool.shape[1], len(pair[0]))
     _check_indices("req_to_token", req_to_token, q, 2, (torch.int32,))
     _check_indices("req_row", req_row, q, 1, _INDEX_DTYPES)
     groups = len(req_row)
@@ -199,6 +202,14 @@ def check_rows(
         _check_indices("view_pool", view_pool, q, 1, (torch.int32,))
         if len(view_pool) != groups:
             raise ValueError(f"view_pool: expected {groups} entries, got {len(view_pool)}")
+
+
+def _check_view_pool(name, pool, q, kv_heads, slots):
+    if pool.dtype != torch.uint8:
+        _check_floats(name, pool, q, (slots, kv_heads, q.shape[2]))
+        return
+    codec_of(name, pool, q.shape[2])
+    _check_layout(name, pool, q, (slots, kv_heads, pool.shape[2]))
 
 
 def _check_view(q, kv_heads, groups, indices, start, length):

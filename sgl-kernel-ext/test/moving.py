@@ -1,9 +1,14 @@
-"""The same keys by another way: list prefixes turned into views, views moved to other pools."""
+"""The same keys by another way: list prefixes turned into views, views moved to other pools, pools
+packed."""
 
 import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from sgl_kernel_ext.packed import CODECS
+from sgl_kernel_ext.reference.packed import pack, unpack
 
 VIEWS = ("view_indices", "view_start", "view_len")
 
@@ -67,3 +72,32 @@ def move_views(args: dict[str, Any], homes: list[int], seed: int = 0) -> dict[st
         view_pools=pools,
         view_pool=torch.tensor(homes, dtype=torch.int32, device=start.device),
     )
+
+
+def pack_views(
+    args: dict[str, Any], codecs: list[tuple[str, str] | None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments with pool i of ``move_views`` packed by codecs of keys and values (None: as it is),
+    and with that pool decoded again. Slots that held NaN decode to NaN."""
+    packed, decoded = [], []
+    for pair, names in zip(args["view_pools"], codecs, strict=True):
+        if names is None:
+            packed.append(pair)
+            decoded.append(pair)
+            continue
+        pools = [_packed(pool, name) for pool, name in zip(pair, names, strict=True)]
+        packed.append(tuple(pools))
+        plain = [unpack(pool, pair[0].shape[2]).to(pair[0].dtype) for pool in pools]
+        decoded.append(tuple(plain))
+    return args | {"view_pools": packed}, args | {"view_pools": decoded}
+
+
+def _packed(pool: Tensor, name: str) -> Tensor:
+    slots, heads, dim = pool.shape
+    width = CODECS[name].row_bytes(dim)
+    # Rows apart, as in a pool of keys and values side by side; 0xffff is a NaN.
+    room = torch.full((slots, heads + 2, width + 4), 255, dtype=torch.uint8, device=pool.device)
+    packed = room[:, 1:-1, :width]
+    listed = ~pool[:, 0, 0].isnan()
+    packed[listed] = pack(pool[listed], CODECS[name])
+    return packed

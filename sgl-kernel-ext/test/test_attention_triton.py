@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from moving import move_views, view_prefixes
+from moving import move_views, pack_views, view_prefixes
 from torch import Tensor
 from triton.runtime import interpreter
 
+from sgl_kernel_ext import CODECS
 from sgl_kernel_ext.reference import attention as reference
+from sgl_kernel_ext.reference import packed as reference_packed
 from sgl_kernel_ext.triton import attention as kernels
-from sgl_kernel_ext.triton import tiles
+from sgl_kernel_ext.triton import packed, tiles
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -284,6 +286,38 @@ def test_views_per_head_in_other_pools(device):
     wrong = there.views | {"view_pool": there.views["view_pool"] * 0}
     there = replace(there, views=wrong)
     assert not same_bits(there.run()[0], out), "control: the pool matters"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 72])
+def test_views_in_packed_pools(device, dtype, head_dim):
+    whole = make_pass(device, [(1, 70), (9, 90), (2, 40)], dtype=dtype, head_dim=head_dim)
+    moved = move_views(view_prefixes(whole.args, [6, 9, 3]), [1, 3, 2])
+    coded, decoded = pack_views(moved, [("int4", "int4"), ("int8", "int4"), None])
+    out, expected = (whole.with_args(args).run()[0] for args in (coded, decoded))
+    if dtype == torch.bfloat16 and INTERPRET:  # it truncates to bf16
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    else:
+        assert same_bits(out, expected)
+    exact = whole.run()[0]
+    assert same_bits(out[1:10], exact[1:10]), "the second group is not packed"
+    assert not same_bits(out[0], exact[0]), "control: packing changes something"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 72, 128])
+def test_pack_kv(device, dtype, head_dim):
+    k, v = torch.randn(2, 9, 2, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    k[3], k[4, :, 5], v[5], v[6] = 0.0, 60000.0, -3.0, v[6] * 1e-6
+    slots = torch.randperm(20)[:9].int()
+    for name, codec in CODECS.items():
+        shape = (20, 2, codec.row_bytes(head_dim))
+        pools = [torch.full(shape, 7, dtype=torch.uint8, device=device) for _ in range(2)]
+        packed.pack_kv(k.to(device), v.to(device), *pools, slots.to(device))
+        for x, pool in zip((k, v), pools, strict=True):
+            expected = torch.full(shape, 7, dtype=torch.uint8)
+            expected[slots.long()] = reference_packed.pack(x, codec)
+            assert torch.equal(pool.cpu(), expected), name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

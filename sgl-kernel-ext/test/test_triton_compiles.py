@@ -36,14 +36,15 @@ def empty_cache(monkeypatch, tmp_path):
 
 
 def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int, **options):
-    """The kernel as launched for 4 query heads a KV head, 8 views a group in any of two other pools
-    and no lse."""
+    """The kernel as launched for 4 query heads a KV head, 8 views a group in a plain or a packed
+    pool and no lse."""
     kernel, sizes = KERNELS[name]
     constants = {
         "D": head_dim,
         "GQA": 4,
         "VIEW_HEADS": 8,
         "CAUSAL": True,
+        "CODECS": (((0, 0), (0, 0)), ((8, tiles.block_d(head_dim)), (4, 32))),
         "SPLIT": tiles.SPLIT,
         "BLOCK_M": tiles.BLOCK_M,
         "BLOCK_N": tiles.block_n(head_dim, dtype),
@@ -51,8 +52,8 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
         **({"lse": None} if name in ("split", "in_order", "merge") else {}),
         **sizes,
     }
-    pool = ("*" + TYPES[dtype], "i32", "i32") * 2
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"pool": pool, "view_pools": (pool,) * 2}
+    pool, packed = ("*" + TYPES[dtype], "i32", "i32") * 2, ("*u8", "i32", "i32") * 2
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"pool": pool, "view_pools": (pool, packed)}
     types |= dict.fromkeys(["q", "k_pool", "v_pool"], "*" + TYPES[dtype])
     types["out"] = "*fp32" if name == "sum_rows" else "*" + TYPES[dtype]
     types |= dict.fromkeys(

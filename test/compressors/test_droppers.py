@@ -12,7 +12,7 @@ from sglang_vericache.core import Budget
 WINDOW, TOKENS = 8, 40
 SETTINGS = Settings(ratio=0.25, min_tokens=TOKENS, window=WINDOW)
 LENGTHS = [0, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, TOKENS - 1, TOKENS, TOKENS + 1, 400]
-METHODS = compressors.names()
+METHODS = [*compressors.names(), "snapkv+int4", "snapkv-per-head+int8"]
 
 
 def compress(context, name, length, settings=SETTINGS, **shape):
@@ -31,7 +31,7 @@ def test_view_is_valid_at_every_length(context, name, length):
     assert view.length == length
     assert [p.shape[0] for p in view.layers] == [heads, heads]
     assert all(p.dtype == torch.int32 for p in view.layers)
-    if length <= TOKENS or name == "identity":
+    if length <= TOKENS or not compressors.create(name, SETTINGS).drops:
         assert view.is_full
     else:
         assert view.kept == (SETTINGS.budget.tokens(length),) * 2
@@ -132,3 +132,26 @@ def test_key_scores_kernel_replaces_the_fallback(context):
     marked = replace(ctx, key_scores=lambda queries: torch.full((6, 50), float(len(queries))))
     assert torch.equal(marked.attention(), torch.full((6, 50), 32.0))
     assert not torch.equal(ctx.attention(), marked.attention())
+
+
+def test_a_codec_changes_how_a_method_stores_not_what_it_keeps(context):
+    ctx = [context(400, rows=WINDOW)]
+    plain, packed = (compressors.create(name, SETTINGS) for name in ("snapkv", "snapkv+int4"))
+    assert (plain.codec, packed.codec) == (None, "int4")
+    assert packed.name == "snapkv+int4" and packed.query_rows == plain.query_rows
+    views = [compressors.compress(dropper, ctx, SETTINGS.budget) for dropper in (plain, packed)]
+    assert torch.equal(views[0].layers[0], views[1].layers[0])
+    assert compressors.create("snapkv+int4", SETTINGS) == packed, "equal settings, equal methods"
+
+
+def test_every_codec_has_a_kernel():
+    from sgl_kernel_ext import CODECS
+
+    droppers = [compressors.create(name, SETTINGS) for name in compressors.names()]
+    assert {dropper.codec for dropper in droppers} == {None, *CODECS}
+
+
+@pytest.mark.parametrize("name", ["snapkv+int3", "int4+int4", "snapkv+", "+int4", "nothing+int4"])
+def test_names_that_do_not_compose(name):
+    with pytest.raises(ValueError, match=r"unknown compressor .*snapkv.*\+int4"):
+        compressors.create(name, SETTINGS)

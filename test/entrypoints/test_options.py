@@ -17,6 +17,7 @@ LOSSY = VeriCacheConfig(allow_unverified=True)
         {"enabled": True, "unverified": False},
         {"draft_len": 0},
         {"compressor": "random-kv"},
+        {"compressor": "snapkv+int4", "ratio": 0.1},
         {"draft_len": 8, "ratio": 0.25, "window": 16, "sinks": 0},
     ],
 )
@@ -47,6 +48,7 @@ def test_accepted(asked):
         ({"window": 0}, ["window", "0"]),
         ({"kernel": 4}, ["kernel", "odd"]),
         ({"compressor": "zip"}, ["compressor", "'zip'", "snapkv", "streaming"]),
+        ({"compressor": "snapkv+int3"}, ["compressor", "'snapkv+int3'", "+int4"]),
         ({"compressor": 3}, ["compressor", "3", "snapkv"]),
         ({"compressor": ["snapkv"]}, ["compressor", "supported"]),
         ([], ["object", "[]"]),
@@ -71,3 +73,9 @@ def test_checked_alike_when_off():
     check_options({"draft_len": 8}, off)
     with pytest.raises(ValueError, match="draft_len"):
         check_options({"draft_len": 9}, off)
+
+
+def test_a_packed_pool_has_slots():
+    assert VeriCacheConfig(packed_tokens=1).packed_tokens == 1
+    with pytest.raises(ValueError, match="--vericache-packed-tokens.* 0"):
+        VeriCacheConfig(packed_tokens=0)

@@ -42,7 +42,11 @@ class Manager:
         state = SimpleNamespace(req=req, drafts=[7, 8], limit=16, view_kept=90.4, view_length=880)
         tiers = SimpleNamespace(usage=lambda: USAGE) if self.tier != "resident" else None
         worker = SimpleNamespace(
-            counters=counters, requests=[state], planner=Planner.fixed(8), tiers=tiers
+            counters=counters,
+            requests=[state],
+            planner=Planner.fixed(8),
+            tiers=tiers,
+            chooser=SimpleNamespace(packed=SimpleNamespace(usage=dict)),
         )
         return [{"vericache": {"kernels": "cpu", **status.worker_status(worker)}}]
 

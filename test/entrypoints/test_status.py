@@ -42,8 +42,14 @@ def worker(rounds):
     )
     state = SimpleNamespace(req=req, drafts=[7, 8], limit=4, view_kept=90.0, view_length=880)
     requests = [state]
+    use = {"int4": {"tokens": 100, "bytes": 720_000, "used": 60}}
+    chooser = SimpleNamespace(packed=SimpleNamespace(usage=lambda: use))
     return SimpleNamespace(
-        counters=counters, requests=requests, planner=Planner.fixed(4), tiers=None
+        counters=counters,
+        requests=requests,
+        planner=Planner.fixed(4),
+        tiers=None,
+        chooser=chooser,
     )
 
 
@@ -75,6 +81,7 @@ def test_state_of_the_ranks():
         "returns": 0,
         "provisional": 0,
         "proposed": 0,
+        "unpacked": 0,
         "rounds_by_length": {"0": 1, "2": 1, "4": 2},
     }
     first = found["ranks"][0]
@@ -90,6 +97,7 @@ def test_state_of_the_ranks():
             "view_length": 880,
         }
     ]
+    assert first["packed"]["int4"]["used"] == 60
     assert set(first["cost_seconds"]) == set(status.COST_TERMS)
 
 

@@ -44,3 +44,35 @@ def test_a_group_that_verifies_has_no_list():
     store.put(0, view(4), SLOTS)
     lists = store.lists(torch.tensor([0, 0]), torch.tensor([1, 0], dtype=torch.int32))
     assert lists.length[0, :, 0].tolist() == [4, 0]
+
+
+def test_views_in_another_pool_keep_their_lists_when_the_store_grows():
+    """One list serves all layers and heads, and may take a row's whole block."""
+    store = ViewStore(rows=3, layers=2, heads=1, capacity=10, device="cpu")
+    drafting = torch.ones(2, dtype=torch.int32)
+    store.put(0, view(10, 5), SLOTS)
+    assert store.lists(torch.tensor([0, 1]), drafting).pool is None
+    copy = torch.arange(900, 918, dtype=torch.int32)
+    store.put_elsewhere(1, view(18, 4), copy, 2)
+    assert store.capacity == 10, "precondition: the list is longer than a layer's room"
+    for change in (lambda: None, lambda: store.widen(3), lambda: store.put(2, view(60, 2), SLOTS)):
+        change()
+        assert listed(store, 1, 0) == copy.tolist()
+        assert listed(store, 1, 1) == copy[:4].tolist()
+        assert listed(store, 0, 0) == SLOTS[:10].tolist()
+    lists = store.lists(torch.tensor([1, 0]), drafting)
+    assert lists.pool.tolist() == [2, 0]
+    assert store.lists(torch.tensor([1, 0]), drafting * 0).pool.tolist() == [0, 0]
+    store.put_elsewhere(2, view(400, 1), torch.arange(400, dtype=torch.int32), 1)
+    assert listed(store, 2, 0) == list(range(400)) and listed(store, 1, 0) == copy.tolist()
+
+    store.host_pool = 3
+    hosts = torch.tensor([0, 0, 1], dtype=torch.int32)
+    mixed = store.lists(torch.tensor([1, 0, 0]), 1 - hosts, hosts)
+    assert mixed.pool.tolist() == [2, 0, 3]
+
+    store.forget(1)
+    store.forget(2)
+    store.put(1, view(3, 7), SLOTS)
+    assert [listed(store, 1, layer) for layer in (0, 1)] == [SLOTS[:3].tolist(), SLOTS[:7].tolist()]
+    assert store.lists(torch.tensor([1, 0]), drafting).pool is None

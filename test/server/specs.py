@@ -56,7 +56,11 @@ TIERED = {
     "bfloat16": ServerSpec(
         (*_TIER, *COPIES, "--vericache-tier", "host", "--tool-call-parser", "qwen25")
     ),
-    "float32": ServerSpec((*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")),
+    # Its packed pools hold the copies of two requests of 700 tokens.
+    "float32": ServerSpec(
+        (*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")
+        + ("--vericache-packed-tokens", "1600")
+    ),
 }
 # Only under pressure.
 TIERED_AUTO = ServerSpec((*_TIER, "--vericache-tier", "auto"))

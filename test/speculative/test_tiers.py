@@ -66,7 +66,8 @@ def setup():
         states = [
             SimpleNamespace(
                 **{"req": Req(), "serial": i, "drafts": [1], "has_view": True},
-                **{"view_length": 50, "limit": 8, "dropper": SimpleNamespace(drops=True)},
+                **{"view_length": 50, "limit": 8},
+                dropper=SimpleNamespace(drops=True, codec=None),
             )
             for i in range(requests)
         ]
@@ -148,3 +149,6 @@ def test_only_residents_that_draft_from_less_are_expected_to_leave(setup):
     resident.dropper.drops = False
     tiers.arrange(states, [VERIFY, DRAFT], ())
     assert tree.stuck == {states[0].req}
+    resident.dropper.codec = "int4"
+    tiers.arrange(states, [VERIFY, DRAFT], ())
+    assert not tree.stuck, "its drafts need no slot of the KV pool"

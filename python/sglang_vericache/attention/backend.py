@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,10 @@ class VeriCacheAttentionBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.pool = supported_pool(model_runner)
         self.query_window = 0
-        # Per layer, pools beside the device's own that lists of ``ViewLists.pool`` may name.
-        self.view_pools: list[list[tuple[Tensor, Tensor]]] = []
+        # By layer, pools that views may lie in besides the KV pool.
+        self.view_pools: list[list[tuple[Tensor, Tensor]]] = [
+            [] for _ in range(self.pool.layer_num)
+        ]
         self.rows: Rows | None = None
         self._queries: list[Tensor] = []
 
@@ -52,6 +55,16 @@ class VeriCacheAttentionBackend(AttentionBackend):
             captured = last_rows(forward_batch.extend_seq_lens_cpu, self.query_window)
             rows = replace(rows, captured=captured.to(rows.tail_end.device))
         self.rows = rows
+
+    def add_view_pool(self, layers: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """Let views lie in another pool: keys and values of each layer, plain or packed.
+
+        Returns:
+            Its number in ``ViewLists.pool``.
+        """
+        for pools, layer in zip(self.view_pools, layers, strict=True):
+            pools.append(layer)
+        return len(self.view_pools[0])
 
     def decoder_rows(self) -> DecoderRows:
         """The rows of this pass for ``sgl_kernel_ext.Decoder``."""

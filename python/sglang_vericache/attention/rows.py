@@ -25,8 +25,8 @@ class ViewLists:
         start: int64 ``[L, G, Hv]`` offsets into ``indices``.
         length: int32 ``[L, G, Hv]``; 0 for groups that read their full KV off ``req_to_token``.
         longest: bound on the lengths.
-        pool: int32 ``[G]``, which pool the slots of a group are in: 0 the device's own, i the
-            ``view_pools[layer][i - 1]`` of the attention backend. None: all in the device's own.
+        pool: int32 ``[G]``, which pool the slots of a group are in: 0 the device's own, else the
+            number that the backend's ``add_view_pool`` gave. None: all in the device's own.
     """
 
     indices: Tensor

@@ -1,7 +1,7 @@
 """Compression methods: they know tensors only, no engine and no server."""
 
 from sglang_vericache.compressors.base import Dropper, LayerContext, Protected, summed_attention
-from sglang_vericache.compressors.registry import create, names, register
+from sglang_vericache.compressors.registry import create, names, register, supported
 from sglang_vericache.compressors.select import compress, keep_best
 from sglang_vericache.compressors.settings import Settings
 
@@ -16,4 +16,5 @@ __all__ = [
     "names",
     "register",
     "summed_attention",
+    "supported",
 ]

@@ -116,6 +116,9 @@ class Dropper(ABC):
     """Whether every KV head has its own list, i.e. Hs = HKV."""
     drops: ClassVar[bool] = True
     """Whether views are smaller than long contexts."""
+    codec: ClassVar[str | None] = None
+    """How the copy that drafts read is packed (``sgl_kernel_ext.CODECS``); None: there is no copy,
+    they read what is listed in the KV pool itself."""
     refreshable: ClassVar[bool] = False
     """Whether the view should be chosen anew after verify passes, from their queries."""
 

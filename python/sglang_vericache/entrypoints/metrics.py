@@ -27,6 +27,7 @@ TOTALS = {
     "returns": "Requests that left their full KV to host memory and came back for good.",
     "provisional": "Requests that drafted while a store delivered their full KV.",
     "proposed": "Tokens drafted so.",
+    "unpacked": "Draft views that found no room in the pool of packed KV.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}
 # The same by place in the draft, label ``position`` from 0.

@@ -42,8 +42,8 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
         device), ``counters`` (raw, see ``merged_counters``), ``phases`` (verify passes booked for
         each of the coming iterations), ``rings`` (copies and device slots reserved for each),
         ``running`` (requests with the drafts they hold, the most they may hold, and how many of how
-        many tokens their view keeps) and ``cost_seconds`` (what the planner believes each unit of
-        work costs).
+        many tokens their view keeps), ``cost_seconds`` (what the planner believes each unit of work
+        costs) and ``packed`` (use of the pools of packed KV by codec, see ``PackedViews.usage``).
     """
     # NOTE: no asdict: it makes a Counter of the items of a Counter. Lists, because msgpack and JSON
     # want strings as keys.
@@ -71,6 +71,7 @@ def worker_status(worker: VeriCacheWorker) -> dict[str, Any]:
         "running": running,
         "cost_seconds": dict(zip(COST_TERMS, costs, strict=True)),
         "tiers": None if worker.tiers is None else worker.tiers.usage(),
+        "packed": worker.chooser.packed.usage(),
     }
 
 
@@ -121,6 +122,7 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "returns": total.returns,
         "provisional": total.provisional,
         "proposed": total.proposed,
+        "unpacked": total.unpacked,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
         },

@@ -1,9 +1,9 @@
 """Where lists of KV slots live, one block per request row, in one flat tensor.
 
-A view names slots of SGLang's own KV pool. It is zero-copy while the radix tree keeps the slots of
-the request's full KV locked; the listed tokens of a request that gives those up are copied
-(``relocate``). What was generated since the view was chosen is not listed; readers add that run of
-``req_to_token`` themselves.
+A view names slots of SGLang's own KV pool, or of another one (``put_elsewhere``). In the KV pool it
+is zero-copy while the radix tree keeps the slots of the request's full KV locked; the listed tokens
+of a request that gives those up are copied (``relocate``). What was generated since the view was
+chosen is not listed; readers add that run of ``req_to_token`` themselves.
 
 Beside its view a request may have a list of all its full KV in host memory, for verify passes that
 read it there.
@@ -48,19 +48,32 @@ class ViewStore:
         self.host_length = torch.zeros(rows, dtype=torch.int32, device=device)
         full = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self.length = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
+        # The pool of each row's view, and by row the lists of views that are not in the KV pool.
+        self.pool = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._elsewhere: dict[int, Tensor] = {}
+        # The pool of full KV in host memory.
+        self.host_pool = 0
         self._file(torch.zeros((rows, layers, heads, capacity), dtype=torch.int32), full)
         # The same lengths on the host, by row.
         self._kept: dict[int, tuple[int, ...]] = {}
 
     def _file(self, views: Tensor, full: Tensor) -> None:
         """Lay out all lists in one flat tensor."""
-        rows, layers, heads, capacity = views.shape
         self._flat = torch.cat([views.flatten().to(full.device), full.flatten()])
         self.indices = self._flat[: views.numel()].view_as(views)
         self.host = self._flat[views.numel() :].view_as(full)
-        offsets = torch.arange(rows * layers * heads, device=full.device) * capacity
-        self.start = offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
-        self.host_start = views.numel() + torch.arange(rows, device=full.device) * full.shape[1]
+        self.start = self._offsets()
+        for row, slots in self._elsewhere.items():
+            self._share(row, slots)
+        self.host_start = (
+            views.numel() + torch.arange(len(full), device=full.device) * full.shape[1]
+        )
+
+    def _offsets(self) -> Tensor:
+        """Where the list of each layer, row and head begins, unless a row shares one."""
+        rows, layers, heads, capacity = self.indices.shape
+        offsets = torch.arange(rows * layers * heads, device=self._flat.device) * capacity
+        return offsets.view(rows, layers, heads).transpose(0, 1).contiguous()
 
     def widen(self, heads: int) -> None:
         """Make room for ``heads`` lists a layer; views filed so far are repeated for each head."""
@@ -77,14 +90,21 @@ class ViewStore:
         self.capacity = capacity
         self._file(wider, self.host)
 
+    def _share(self, row: int, slots: Tensor) -> None:
+        """File one list for all layers and heads: it may take the row's whole block."""
+        block = self.indices[row].view(-1)
+        block[: len(slots)] = slots
+        self.start[:, row] = row * len(block)
+
     def put(self, row: int, view: DraftView, slots: Tensor) -> None:
-        """File a view.
+        """File a view in the KV pool; one in another pool must be forgotten first.
 
         Args:
             row: the request's row of ``req_to_token``.
             view: positions per layer.
             slots: int32 ``[T]``, slots of positions ``0 .. T - 1`` of the request.
         """
+        assert row not in self._elsewhere
         if max(view.kept) > self.capacity:
             self._grow(max(view.kept))
         self._kept[row] = view.kept
@@ -92,6 +112,32 @@ class ViewStore:
             count = positions.shape[1]
             self.indices[row, layer, :, :count] = slots[positions.long()]
             self.length[layer, row] = count
+
+    def put_elsewhere(self, row: int, view: DraftView, slots: Tensor, pool: int) -> None:
+        """File a view whose tokens were copied to another pool.
+
+        Args:
+            row: the request's row of ``req_to_token``.
+            view: positions per layer.
+            slots: int32, as many as the longest list; entry ``j`` holds the j-th listed token of
+                every layer and head.
+            pool: number of the pool, from 1.
+        """
+        _, layers, heads, _ = self.indices.shape
+        if len(slots) > layers * heads * self.capacity:
+            self._grow(-(-len(slots) // (layers * heads)))
+        self._kept[row], self._elsewhere[row] = view.kept, slots
+        self.pool[row] = pool
+        self._share(row, slots)
+        kept = torch.tensor(view.kept, dtype=torch.int32)
+        self.length[:, row] = kept[:, None].to(self.length.device)
+
+    def forget(self, row: int) -> None:
+        """Forget a view that is in another pool."""
+        del self._elsewhere[row]
+        self.pool[row] = 0
+        self.length[:, row] = 0
+        self.start[:, row] = self._offsets()[:, row]
 
     def relocate(self, row: int, pool: KVCache, slots: Tensor) -> None:
         """Copy what a filed view lists to slots of its own, and list those.
@@ -133,10 +179,13 @@ class ViewStore:
             on_host: int32 ``[G]``, 1 where the full KV is read in host memory; None: nowhere.
         """
         start, length = self.start[:, req_row], self.length[:, req_row] * drafting[:, None]
-        longest = self.capacity
+        longest = max(self.capacity, *map(len, self._elsewhere.values()), 0)
+        pool = self.pool[req_row] * drafting if self._elsewhere else None
         if on_host is not None:
             there = on_host.bool()[None, :, None]
             start = torch.where(there, self.host_start[req_row][None, :, None], start)
             length = torch.where(there, self.host_length[req_row][None, :, None], length)
             longest = max(longest, self.host.shape[1])
-        return ViewLists(self._flat, start, length, longest, on_host)
+            host = on_host * self.host_pool
+            pool = host if pool is None else pool + host
+        return ViewLists(self._flat, start, length, longest, pool)

@@ -35,6 +35,8 @@ class RequestState:
         view_length: tokens its filed view was chosen from; 0 when drafts read the full KV.
         chosen_at: committed tokens when the view was chosen.
         view_kept: tokens the filed view lists, averaged over layers.
+        view_share: bytes of a listed token as a share of one in the KV pool; below 1 if packed.
+        barred: found no room for a packed copy; decodes plainly until there is some.
         has_view: whether a view was chosen, filed or found to be everything.
         rounds, view_drafted, view_accepted: verify passes since the view was chosen, their drafts,
             and how many of those were accepted.
@@ -57,6 +59,8 @@ class RequestState:
     view_length: int = 0
     chosen_at: int = 0
     view_kept: float = 0.0
+    view_share: float = 1.0
+    barred: bool = False
     has_view: bool = False
     rounds: int = 0
     view_drafted: int = 0
@@ -101,7 +105,7 @@ class RequestState:
         context = self.committed + 1
         left = self.req.sampling_params.max_new_tokens - len(self.req.output_ids)
         limit = min(self.limit, left - 1, context_limit - context)
-        if context < min_context:
+        if context < min_context or self.barred:
             limit = 0
         return DraftState(
             rid=self.serial,
@@ -115,12 +119,15 @@ class RequestState:
 
     @property
     def draft_keys(self) -> float:
-        """Keys that its next drafting row attends to (an estimate before a view was chosen)."""
+        """Keys that its next drafting row attends to (an estimate before a view was chosen).
+
+        Packed ones count as many as have their bytes.
+        """
         committed = self.committed
         rows = 1 + len(self.drafts)
         if not self.has_view:
             return self.settings.budget.tokens(committed) + rows
-        return self.view_kept + committed - self.view_length + rows
+        return self.view_kept * self.view_share + committed - self.view_length + rows
 
 
 class Requests:

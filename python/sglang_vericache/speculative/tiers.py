@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_vericache.compressors import Dropper
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Action, Counters, DraftView
 from sglang_vericache.mem_cache.tiered import TieredCache
@@ -40,6 +41,11 @@ class Arranged(NamedTuple):
     loaded: int
     copies: int
     on_host: list[bool]
+
+
+def _gives_room(dropper: Dropper) -> bool:
+    """Whether a request whose drafts read its view takes fewer slots of the KV pool."""
+    return dropper.drops or dropper.codec is not None
 
 
 class Tiers:
@@ -83,7 +89,7 @@ class Tiers:
         if offloads:
             self._cache.publish(state.req)  # may move KV to slots the tree had
         view = self._chooser.choose(state)
-        if view is not None:
+        if view is not None and not view.is_full:
             self._store_copy(state, view)
         if offloads and state.view_length:
             self._offload(state)
@@ -235,7 +241,7 @@ class Tiers:
         holdings = self._cache.holdings
         # A resident leaves before its next round, or ends.
         room_comes = any(held.staged for held in holdings.values()) or any(
-            s.req not in holdings and s.dropper.drops and self._wants(s.req, s.limit)
+            s.req not in holdings and _gives_room(s.dropper) and self._wants(s.req, s.limit)
             for s in states
         )
         self._cache.stuck = set() if room_comes else {state.req for state in waiting}
@@ -245,11 +251,14 @@ class Tiers:
         config, length = self._config, len(req.origin_input_ids)
         chosen = choices_of(req, config)
         drafts = chosen.limit > 0 and (config.draft_len is not None or length >= config.min_context)
-        if not drafts or chosen.unverified or not chosen.dropper.drops or req.session is not None:
+        if not drafts or chosen.unverified or not _gives_room(chosen.dropper):
+            return 0
+        if req.session is not None:
             return 0
         if config.tier != "host" and not self._is_low():
             return 0
-        return length - chosen.settings.budget.tokens(length)
+        kept = 0 if chosen.dropper.codec else chosen.settings.budget.tokens(length)
+        return length - kept
 
     def _wants(self, req: Req, limit: int) -> bool:
         """Whether a request that may draft ``limit`` tokens should leave its full KV."""
@@ -299,16 +308,17 @@ class Tiers:
             spans.publish(names, on_host, *self._chooser.listed(state, view))
 
     def _offload(self, state: RequestState) -> None:
-        store = self._chooser.store
-        slots = self._cache.allocate(store.longest(state.row))
+        store, packed = self._chooser.store, self._chooser.packed.holds(state)
+        slots = self._cache.allocate(0 if packed else store.longest(state.row))
         if slots is None:
             return
-        store.relocate(state.row, self._chooser.pool, slots)
+        if not packed:
+            store.relocate(state.row, self._chooser.pool, slots)
         if self._cache.offload(state.req, slots):
             self._counters.offloads += 1
             if self.in_place:
                 store.put_host(state.row, self._cache.host_slots(state.req))
-        else:
+        elif not packed:
             # Its copy stays valid, but would belong to nobody.
             self._cache.token_to_kv_pool_allocator.free(slots)
             self._chooser.choose(state)

@@ -13,6 +13,7 @@ from sglang_vericache.compressors import LayerContext, compress, create, names
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.views import ViewStore
+from sglang_vericache.speculative.packed_views import PackedViews
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -26,7 +27,8 @@ NEVER = -(2**62)
 
 
 class ViewChooser:
-    """Compresses requests of one model; ``store`` holds the views it filed."""
+    """Compresses requests of one model; ``store`` holds the views it filed, ``packed`` the copies
+    that those of quantizing methods read."""
 
     def __init__(self, model_runner: ModelRunner, config: VeriCacheConfig):
         self.pool = model_runner.token_to_kv_pool
@@ -49,20 +51,26 @@ class ViewChooser:
             device=self.req_to_token.device,
             width=width if config.offloads else 0,
         )
+        tokens = config.packed_tokens or self.pool.size
+        add_view_pool = model_runner.attn_backend.add_view_pool
+        self.packed = PackedViews(self.pool, self.store, tokens, add_view_pool)
+        if codec := create(config.compressor, config.compressor_settings).codec:
+            self.packed.pool(codec)
 
     def choose(self, state: RequestState) -> DraftView | None:
         """Choose and file the view of a request from its committed KV.
 
         Without the queries that its method needs the view is everything, until the first verify
-        pass brings some.
+        pass brings some; without room for a packed copy too, and the request is ``barred``.
 
         Returns:
-            What was filed; None if the view is everything.
+            What was filed; None if drafts read the full KV.
         """
+        self.packed.release(state)
+        state.view_length, state.view_kept, state.view_share = 0, 0.0, 1.0
         length = state.req.kv.kv_committed_len
         if state.dropper.query_rows and not state.queries:
             state.has_view, state.chosen_at = True, NEVER
-            state.view_length, state.view_kept = 0, 0.0
             return None
         slots = self.req_to_token[state.row, :length]
         view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
@@ -70,10 +78,15 @@ class ViewChooser:
         state.rounds = state.view_drafted = state.view_accepted = 0
         if state.dropper.per_head:
             self.store.widen(self.num_kv_heads)
-        if view.is_full:
-            state.view_length, state.view_kept = 0, 0.0
+        if codec := state.dropper.codec:
+            state.barred = not self.packed.file(state, view, slots)
+            if state.barred:
+                return None
+            state.view_share = self.packed.pool(codec).token_bytes / self.bytes_per_key
+        elif view.is_full:
             return None
-        self.store.put(state.row, view, slots)
+        else:
+            self.store.put(state.row, view, slots)
         state.view_length, state.view_kept = length, view.mean_kept
         return view
 

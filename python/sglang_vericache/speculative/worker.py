@@ -80,7 +80,8 @@ class VeriCacheWorker(BaseSpecWorker):
         if self.config.offloads and self.tiers is None:
             self.tiers = Tiers(batch.tree_cache, self.chooser, self.config, self.counters)
             if self.tiers.in_place:
-                self.attention.view_pools = [[pair] for pair in batch.tree_cache.host_buffers()]
+                host = self.attention.add_view_pool(batch.tree_cache.host_buffers())
+                self.chooser.store.host_pool = host
         step = self._plan(batch)
         started = time.perf_counter()
         output = self._forward(batch, step)
@@ -114,6 +115,7 @@ class VeriCacheWorker(BaseSpecWorker):
     def _plan(self, batch: ScheduleBatch) -> RaggedPass:
         """Decide who drafts and who verifies; a request about to draft first gets a view."""
         states = self.requests.running(batch.reqs)
+        self._free_packed(states)
         gate = self.config.min_context if self.config.draft_len is None else 0
         limit = self.target_worker.model_runner.model_config.context_len
         verified = [s for s in states if not s.unverified]
@@ -145,11 +147,20 @@ class VeriCacheWorker(BaseSpecWorker):
         rows, store = batch.req_pool_indices, self.chooser.store
         return RaggedPass.build(states, chosen, captures, rows, store, on_host)
 
+    def _free_packed(self, states: Sequence[RequestState]) -> None:
+        """Free the packed copies of ended requests; who lacked room for one may draft again."""
+        packed = self.chooser.packed
+        packed.retain(states)
+        for state in states:
+            if state.barred and packed.has_room(state):
+                state.barred = state.has_view = False
+
     def _choose_view(self, state: RequestState) -> None:
         if self.tiers is None:
             self.chooser.choose(state)
         else:
             self.tiers.choose_view(state)
+        self.counters.unpacked += state.barred
 
     def _wants_queries(self, state: RequestState) -> bool:
         return self.chooser.query_rows > 0 and (self.config.refresh != 0 or not state.queries)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sgl_kernel_ext.reference.packed import unpack
+
 
 def ragged_attention(
     q: Tensor,
@@ -48,7 +50,7 @@ def ragged_attention(
                 begin = view_start[group, column]
                 view = view_indices[begin : begin + view_len[group, column]].long()
             keys, values = (
-                torch.cat([elsewhere[view, head], pool[tail, head]]).float()
+                torch.cat([_rows(elsewhere, view, head, q), pool[tail, head]]).float()
                 for elsewhere, pool in zip(pools[homes[group]], pools[0], strict=True)
             )
             heads = slice(head * gqa, (head + 1) * gqa)
@@ -59,6 +61,12 @@ def ragged_attention(
                 if lse is not None:
                     lse[row, heads] = scores.logsumexp(-1)
     return out
+
+
+def _rows(pool: Tensor, slots: Tensor, head: int, q: Tensor) -> Tensor:
+    """``[n, D]`` in q's dtype, unpacked if need be."""
+    rows = pool[slots, head]
+    return unpack(rows, q.shape[2]).to(q.dtype) if pool.dtype == torch.uint8 else rows
 
 
 def key_scores(

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_kernel_ext.triton.key_scores import key_scores
-from sgl_kernel_ext.triton.softmax import attend_block, empty_state, merge_states, pool_of_head
+from sgl_kernel_ext.triton.pools import pool_arguments, pool_codecs
+from sgl_kernel_ext.triton.softmax import attend_block, empty_state, merge_states
 from sgl_kernel_ext.triton.tiles import (
     BLOCK_M,
     LAUNCH,
@@ -90,6 +91,7 @@ def ragged_attention(
     if not in_order:
         shape = (rows, heads, splits)
         states = [q.new_empty(s, dtype=torch.float32) for s in (shape, shape, (*shape, head_dim))]
+    pools = view_pools if view_pool is not None else ()
     view_heads = 0 if view_len is None else view_len.shape[1]
     groups_args = (q_indptr, tail_start, tail_end, view_len)
     out_args = (out, lse, *out.stride()[:2], 0 if lse is None else lse.stride(0))
@@ -102,9 +104,10 @@ def ragged_attention(
     }
     _attend_kernel[(tiles, kv_heads, 1 if in_order else splits)](
         *groups_args, *states, *out_args, groups, splits,
-        q, _pool(k_pool, v_pool), req_to_token, req_row, view_indices, view_start,
-        () if view_pool is None else tuple(_pool(k, v) for k, v in view_pools), view_pool,
+        q, pool_arguments(k_pool, v_pool), req_to_token, req_row, view_indices, view_start,
+        tuple(pool_arguments(*pool) for pool in pools), view_pool,
         *q.stride()[:2], req_to_token.stride(0), scale * LOG2_E,
+        CODECS=tuple(pool_codecs(*pool, head_dim) for pool in pools),
         IN_ORDER=in_order, BLOCK_N=block_n(head_dim, q.dtype), BLOCK_D=block_d(head_dim),
         **sizes, **LAUNCH,
     )  # fmt: skip
@@ -114,10 +117,6 @@ def ragged_attention(
             *groups_args, *states, *out_args, groups, splits, BLOCK_D=columns, **sizes, **LAUNCH
         )
     return out
-
-
-def _pool(k: Tensor, v: Tensor) -> tuple[Tensor | int, ...]:
-    return k, *k.stride()[:2], v, *v.stride()[:2]
 
 
 @triton.jit
@@ -139,8 +138,9 @@ def _attend_kernel(
     out, lse, out_row, out_head, lse_row, groups, splits,
     q, pool, req_to_token, req_row, view_indices, view_start, view_pools, view_pool,
     q_row, q_head, table_row, scale_log2,
-    IN_ORDER: tl.constexpr, D: tl.constexpr, GQA: tl.constexpr, VIEW_HEADS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CODECS: tl.constexpr, IN_ORDER: tl.constexpr, D: tl.constexpr, GQA: tl.constexpr,
+    VIEW_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head, split): the state of the split for each row of the tile.
     IN_ORDER, program (tile, KV head): the states of all splits, merged, and the output."""
@@ -161,14 +161,9 @@ def _attend_kernel(
     tail = req_to_token + tl.load(req_row + group).to(tl.int64) * table_row
     tail += tl.load(tail_start + group).to(tl.int64) - in_view
     view = view_indices
-    tail_pool = pool_of_head(pool, kv_head)
-    view_home = tail_pool
-    ELSEWHERE: tl.constexpr = VIEW_HEADS > 0 and len(view_pools) > 0
-    if ELSEWHERE:
+    home = 0
+    if len(CODECS) > 0:
         home = tl.load(view_pool + group)
-        for i in tl.static_range(len(view_pools)):
-            if home == i + 1:
-                view_home = pool_of_head(view_pools[i], kv_head)
     if VIEW_HEADS > 0:
         view += tl.load(view_start + group * VIEW_HEADS + kv_head % VIEW_HEADS)
     d = tl.arange(0, BLOCK_D)
@@ -185,14 +180,14 @@ def _attend_kernel(
         for block in range(start, masked_start, BLOCK_N):
             s_top, s_total, s_acc = attend_block(
                 s_top, s_total, s_acc, queries, block, end, seen, view, in_view, tail,
-                tail_pool, view_home, scale_log2,
-                False, VIEW_HEADS > 0, ELSEWHERE, D, BLOCK_M, BLOCK_N, BLOCK_D,
+                pool, view_pools, home, kv_head, scale_log2,
+                CODECS, False, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         for block in range(masked_start, end, BLOCK_N):
             s_top, s_total, s_acc = attend_block(
                 s_top, s_total, s_acc, queries, block, end, seen, view, in_view, tail,
-                tail_pool, view_home, scale_log2,
-                True, VIEW_HEADS > 0, ELSEWHERE, D, BLOCK_M, BLOCK_N, BLOCK_D,
+                pool, view_pools, home, kv_head, scale_log2,
+                CODECS, True, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         if IN_ORDER:
             top, total, acc = merge_states(top, total, acc, s_top, s_total, s_acc)

@@ -7,6 +7,8 @@ A state without entries, (-inf, 0, 0), and entries that a row does not see chang
 import triton
 import triton.language as tl
 
+from sgl_kernel_ext.triton.pools import load_rows
+
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -25,28 +27,17 @@ def merge_states(top, total, acc, next_top, next_total, next_acc):
 
 
 @triton.jit
-def pool_of_head(pool, kv_head):
-    """Keys, their slot stride, values and theirs, of one KV head.
-
-    Args:
-        pool: keys, their slot and head strides, values and theirs.
-    """
-    k, k_slot, k_head, v, v_slot, v_head = pool
-    return k + kv_head * k_head, k_slot.to(tl.int64), v + kv_head * v_head, v_slot.to(tl.int64)
-
-
-@triton.jit
 def attend_block(
     top, total, acc, queries, start, end, seen, view, in_view, tail,
-    pool, view_pool, scale_log2,
-    MASKED: tl.constexpr, HAS_VIEW: tl.constexpr, ELSEWHERE: tl.constexpr, D: tl.constexpr,
+    pool, view_pools, home, kv_head, scale_log2,
+    CODECS: tl.constexpr, MASKED: tl.constexpr, HAS_VIEW: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """State of each row after the BLOCK_N list entries from ``start``, those below ``end`` only.
 
-    Entry i is at slot ``view[i]`` if i < in_view, else ``tail[i]``, of ``pool`` (keys, slot stride,
-    values, slot stride); ELSEWHERE: those of the view are in ``view_pool``. MASKED: row r sees
-    entries below ``seen[r]`` only, otherwise all rows see all.
+    Entry i is at slot ``view[i]`` if i < in_view, else ``tail[i]``, of ``pool``; those of the view
+    are in ``view_pools[home - 1]`` if home > 0 (pools.py). MASKED: row r sees entries below
+    ``seen[r]`` only, otherwise all rows see all.
     """
     entry = start + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -58,16 +49,8 @@ def attend_block(
         slot = tl.load(tail + entry, mask=listed, other=0)
     slot = slot.to(tl.int64)[:, None]
     loaded = listed[:, None] & (d < D)[None, :]
-    keys, key_stride, values, value_stride = pool
-    k_pointers = keys + slot * key_stride
-    v_pointers = values + slot * value_stride
-    if ELSEWHERE:
-        keys, key_stride, values, value_stride = view_pool
-        viewed = (entry < in_view)[:, None]
-        k_pointers = tl.where(viewed, keys + slot * key_stride, k_pointers)
-        v_pointers = tl.where(viewed, values + slot * value_stride, v_pointers)
-    k = tl.load(k_pointers + d[None, :], mask=loaded, other=0.0)
-    v = tl.load(v_pointers + d[None, :], mask=loaded, other=0.0)
+    viewed = loaded & (entry < in_view)[:, None]
+    k, v = load_rows(pool, view_pools, home, kv_head, slot, d, loaded, viewed, CODECS, D)
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale_log2
     if MASKED:
@@ -86,8 +69,8 @@ def attend_block(
             # A probability of zero does not hide a NaN that only later rows see: a product a row.
             for r in range(BLOCK_M):
                 this_row = tl.arange(0, BLOCK_M) == r
-                visible = loaded & (entry < tl.sum(tl.where(this_row, seen, 0)))[:, None]
-                row_v = tl.load(v_pointers + d[None, :], mask=visible, other=0.0)
+                visible = (entry < tl.sum(tl.where(this_row, seen, 0)))[:, None]
+                row_v = tl.where(visible, v, 0.0).to(v.dtype)
                 row_acc = tl.dot(probs, row_v, acc, input_precision="ieee")
                 new_acc = tl.where(this_row[:, None], row_acc, new_acc)
     return new_top, total, new_acc

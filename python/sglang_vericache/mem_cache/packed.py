@@ -1,0 +1,82 @@
+"""Pools of packed KV: what drafts of quantizing compressors read instead of the KV pool.
+
+A slot holds one token of every layer, encoded by one codec of ``sgl_kernel_ext``. Slots belong to
+running requests, never to the radix tree, and any of them may be allocated for any token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sgl_kernel_ext import Codec, pack_kv
+
+
+class PackedPool:
+    """Packed keys and values of all layers, and which slots are free.
+
+    Args:
+        codec: how slots are encoded.
+        tokens: slots.
+        layers: attention layers L.
+        kv_heads: HKV, of this rank.
+        head_dim: D.
+        device: where the KV pool is.
+
+    Attributes:
+        layers: keys and values of each layer, ``[tokens, HKV, row bytes]`` uint8 each.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        tokens: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> None:
+        self.codec, self.tokens = codec, tokens
+        shape = (tokens, kv_heads, codec.row_bytes(head_dim))
+
+        def buffer() -> Tensor:
+            return torch.empty(shape, dtype=torch.uint8, device=device)
+
+        self.layers = [(buffer(), buffer()) for _ in range(layers)]
+        self._free = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot, all layers."""
+        return sum(k[:1].nbytes + v[:1].nbytes for k, v in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens * self.token_bytes
+
+    def available(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    def alloc(self, tokens: int) -> Tensor | None:
+        """``tokens`` slots, int32, or None if fewer are free."""
+        if tokens > len(self._free):
+            return None
+        slots, self._free = self._free[:tokens], self._free[tokens:]
+        return slots
+
+    def free(self, slots: Tensor) -> None:
+        """Give back slots from ``alloc``, each once."""
+        self._free = torch.cat([self._free, slots])
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Encode keys and values ``[n, HKV, D]`` of one layer into ``slots`` ``[n]``."""
+        pack_kv(keys, values, *self.layers[layer], slots)
+
+    def check_integrity(self, held: Iterable[Tensor]) -> None:
+        """Raise ``AssertionError`` unless every slot is either free or ``held``, once."""
+        slots = torch.cat([self._free, *held]).sort().values
+        expected = torch.arange(self.tokens, dtype=torch.int32, device=slots.device)
+        assert torch.equal(slots, expected), f"{len(slots)} of {self.tokens} slots, or some twice"

@@ -1,0 +1,142 @@
+"""Packed copies of what running requests keep: a pool for each codec, slots for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_kernel_ext import CODECS
+from sglang_vericache.core import DraftView
+from sglang_vericache.mem_cache.packed import PackedPool
+from sglang_vericache.mem_cache.views import ViewStore
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from torch import Tensor
+
+    from sglang_vericache.speculative.state import RequestState
+
+
+@dataclass(frozen=True)
+class Held:
+    """A request's packed copy: ``slots`` of the pool of ``codec``, filed under ``row``."""
+
+    state: RequestState
+    codec: str
+    slots: Tensor
+    row: int
+
+
+class PackedViews:
+    """Packs views, files them, and gives slots back when a view is replaced or its request ends.
+
+    Args:
+        kv: the KV pool.
+        store: where views are filed.
+        tokens: slots of each pool.
+        add_view_pool: tells the attention backend of a new pool and returns its number.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        store: ViewStore,
+        tokens: int,
+        add_view_pool: Callable[[Sequence[tuple[Tensor, Tensor]]], int],
+    ) -> None:
+        self._kv, self._store, self._tokens = kv, store, tokens
+        self._add_view_pool = add_view_pool
+        self._pools: dict[str, PackedPool] = {}
+        self._numbers: dict[str, int] = {}
+        self._held: dict[int, Held] = {}
+
+    def pool(self, codec: str) -> PackedPool:
+        """The pool of a codec, made when it is first asked for."""
+        if codec not in self._pools:
+            keys = self._kv.get_key_buffer(self._kv.start_layer)
+            _, heads, dim = keys.shape
+            layers = self._kv.layer_num
+            pool = PackedPool(CODECS[codec], self._tokens, layers, heads, dim, keys.device)
+            self._pools[codec] = pool
+            self._numbers[codec] = self._add_view_pool(pool.layers)
+        return self._pools[codec]
+
+    def holds(self, state: RequestState) -> bool:
+        """Whether drafts of a request read a packed copy."""
+        return state.serial in self._held
+
+    def has_room(self, state: RequestState) -> bool:
+        """Whether a request that holds no copy would find room for one now."""
+        dropper, committed = state.dropper, state.committed
+        assert dropper.codec is not None and not self.holds(state)
+        wanted = state.settings.budget.tokens(committed) if dropper.drops else committed
+        return self.pool(dropper.codec).available() >= wanted
+
+    def file(self, state: RequestState, view: DraftView, slots: Tensor) -> bool:
+        """Pack what a view lists and file the copy.
+
+        Args:
+            state: of a request that holds no copy.
+            view: positions per layer.
+            slots: int32 ``[T]``, slots of the KV pool of positions ``0 .. T - 1``.
+
+        Returns:
+            False if the pool has no room: nothing has changed then.
+        """
+        codec = state.dropper.codec
+        assert codec is not None and not self.holds(state)
+        pool = self.pool(codec)
+        packed = pool.alloc(max(view.kept))
+        if packed is None:
+            return False
+        for layer, positions in enumerate(view.layers):
+            lists = slots[positions.long()].long()
+            buffers = self._kv.get_kv_buffer(self._kv.start_layer + layer)
+            keys, values = (_gather(buffer, lists) for buffer in buffers)
+            pool.write(layer, keys, values, packed[: lists.shape[1]])
+        self._store.put_elsewhere(state.row, view, packed, self._numbers[codec])
+        self._held[state.serial] = Held(state, codec, packed, state.row)
+        return True
+
+    def release(self, state: RequestState) -> None:
+        """Free the copy of a request, if it holds one."""
+        held = self._held.pop(state.serial, None)
+        if held is not None:
+            self._pools[held.codec].free(held.slots)
+            self._store.forget(held.row)
+
+    def retain(self, states: Sequence[RequestState]) -> None:
+        """Free the copies of all requests but these."""
+        running = {state.serial for state in states}
+        for held in [h for serial, h in self._held.items() if serial not in running]:
+            self.release(held.state)
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """By codec in use, ``tokens`` and ``bytes`` of its pool and the tokens ``used``.
+
+        Slots of ended requests do not count: they are freed before anybody asks for some.
+        """
+        used = dict.fromkeys(self._pools, 0)
+        for held in self._held.values():
+            if not held.state.req.finished():
+                used[held.codec] += len(held.slots)
+        return {
+            codec: {"tokens": pool.tokens, "bytes": pool.nbytes, "used": used[codec]}
+            for codec, pool in self._pools.items()
+        }
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` unless every slot is free or held, and not both."""
+        for codec, pool in self._pools.items():
+            pool.check_integrity(h.slots for h in self._held.values() if h.codec == codec)
+
+
+def _gather(buffer: Tensor, lists: Tensor) -> Tensor:
+    """Rows ``[n, HKV, D]`` of slots ``[Hs, n]``: one list for all heads, or one for each."""
+    if lists.shape[0] == 1:
+        return buffer[lists[0]]
+    heads = torch.arange(lists.shape[0], device=lists.device)[:, None]
+    return buffer[lists, heads].transpose(0, 1)

@@ -1,0 +1,105 @@
+"""Packed copies of requests: what is in them, and when their slots are free again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sgl_kernel_ext.reference.packed import unpack
+from sglang_vericache.core import Budget, DraftView
+from sglang_vericache.mem_cache.views import ViewStore
+from sglang_vericache.speculative.packed_views import PackedViews
+
+LAYERS, HEADS, DIM, SLOTS = 2, 3, 64, 200
+
+
+class KV:
+    """Stands in for SGLang's KV pool."""
+
+    start_layer, layer_num = 0, LAYERS
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.buffers = torch.randn(LAYERS, 2, SLOTS, HEADS, DIM, generator=generator)
+
+    def get_key_buffer(self, layer):
+        return self.buffers[layer, 0]
+
+    def get_kv_buffer(self, layer):
+        return tuple(self.buffers[layer])
+
+
+def state(serial, committed=50, codec="int8", drops=False):
+    dropper = SimpleNamespace(codec=codec, drops=drops)
+    settings = SimpleNamespace(budget=Budget(0.5))
+    req = SimpleNamespace(finished=lambda: False)
+    return SimpleNamespace(
+        serial=serial, row=serial, committed=committed, dropper=dropper, settings=settings, req=req
+    )
+
+
+@pytest.fixture
+def views():
+    pools = []
+
+    def add_view_pool(layers):
+        pools.append(layers)
+        return len(pools)
+
+    store = ViewStore(rows=4, layers=LAYERS, heads=1, capacity=10, device="cpu")
+    packed = PackedViews(KV(), store, 120, add_view_pool)
+    packed.pools, packed.store = pools, store
+    return packed
+
+
+def everything(length=50):
+    return DraftView((torch.arange(length, dtype=torch.int32)[None],) * LAYERS, length)
+
+
+SOURCE = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).int()
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_copies_hold_the_listed_tokens(views, heads):
+    views.store.widen(heads)
+    generator = torch.Generator().manual_seed(2)
+    layers = [
+        torch.stack(
+            [torch.randperm(50, generator=generator)[:n].sort().values for _ in range(heads)]
+        )
+        for n in (20, 7)
+    ]
+    assert views.file(state(1), DraftView(tuple(x.int() for x in layers), 50), SOURCE[:50])
+    lists = views.store.lists(torch.tensor([1]), torch.ones(1, dtype=torch.int32))
+    assert lists.pool.tolist() == [1]
+    for layer, positions in enumerate(layers):
+        for head in range(HEADS):
+            column = head % heads
+            start, n = (int(x[layer, 0, column]) for x in (lists.start, lists.length))
+            slots = lists.indices[start : start + n].long()
+            for packed, plain in zip(views.pools[0][layer], views._kv.buffers[layer], strict=True):
+                expected = plain[SOURCE[positions[column]].long(), head]
+                found = unpack(packed[slots], DIM)[:, head]
+                torch.testing.assert_close(found, expected, atol=0.03, rtol=0.01)
+
+
+def test_slots_come_back(views):
+    first, second, third = state(1), state(2), state(3)
+    assert all(views.file(each, everything(), SOURCE[:50]) for each in (first, second))
+    assert not views.has_room(third)
+    assert not views.file(third, everything(), SOURCE[:50]) and not views.holds(third)
+    assert views.has_room(state(3, drops=True)) == (120 - 100 >= 25)
+    assert views.has_room(state(3, codec="int4")), "a pool of its own"
+    views.check_integrity()
+    assert views.usage()["int8"]["used"] == 100
+    views.release(first)
+    assert views.has_room(third) and views.file(third, everything(), SOURCE[:50])
+    second.req.finished = lambda: True
+    assert views.usage()["int8"]["used"] == 50
+    views.retain([third])
+    assert not views.holds(second) and views.holds(third)
+    assert views.pool("int8").available() == 70
+    views.check_integrity()
+    views.retain([])
+    assert views.pool("int8").available() == 120
+    assert views.store.lists(torch.tensor([3]), torch.ones(1, dtype=torch.int32)).pool is None
