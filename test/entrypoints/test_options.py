@@ -77,5 +77,5 @@ def test_checked_alike_when_off():
 
 def test_a_packed_pool_has_slots():
     assert VeriCacheConfig(packed_tokens=1).packed_tokens == 1
-    with pytest.raises(ValueError, match="--vericache-packed-tokens.* 0"):
+    with pytest.raises(ValueError, match=r"--vericache-packed-tokens.* 0"):
         VeriCacheConfig(packed_tokens=0)
