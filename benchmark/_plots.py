@@ -21,7 +21,7 @@ def draw(figures: Figures, directory: Path) -> None:
         figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
         DRAW[sweep](axes, found)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside upper center", ncols=3, fontsize=8)
         figure.savefig(directory / f"simulate-{sweep}.png", dpi=110)
         plt.close(figure)
 

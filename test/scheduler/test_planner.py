@@ -159,25 +159,3 @@ def test_without_room_for_two_no_copy_is_booked_beside_another():
             drafted[rid] = 0 if action is Action.VERIFY else drafted[rid] + 1
             if action is Action.VERIFY:
                 planner.settle(rid, 3, 3)
-
-
-def test_a_fast_link_copies_for_several_passes_an_iteration():
-    """Each copy takes a quarter of an iteration: with 12 requests and 3 drafts, 3 of them do."""
-    planner = Planner.fixed(3)
-    link = Link(token_seconds=1e-6, room=100_000)
-    drafted = dict.fromkeys(range(12), 0)
-    early = dict.fromkeys(drafted, False)
-    passes, ahead = 0, 0
-    for step in range(80):
-        states = [DraftState(r, 5000, 500, drafted[r], 100, load=5000) for r in drafted]
-        actions = planner.plan(states, link)
-        early |= dict.fromkeys(planner.copying(), True)
-        planner.observe(20e-3)
-        for rid, action in zip(drafted, actions, strict=True):
-            drafted[rid] += 1
-            if action is Action.VERIFY:
-                if step >= 40:
-                    passes, ahead = passes + 1, ahead + early[rid]
-                planner.settle(rid, drafted[rid] - 1, 0)
-                drafted[rid], early[rid] = 0, False
-    assert passes >= 100 and ahead == passes

@@ -6,12 +6,8 @@ but by its id.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
-
-# The link is reserved in such parts of an iteration: whole numbers add up exactly.
-PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -20,24 +16,11 @@ class Copy:
 
     Attributes:
         tokens: device slots it takes, from the first copied one until the pass is over.
-        windows: iterations that copying takes, more than 0; a fraction leaves the rest of its
-            first iteration to others.
+        windows: iterations that copying takes; it begins that many before the pass.
     """
 
     tokens: int
-    windows: float
-
-    @property
-    def begins(self) -> int:
-        """Iterations before the pass in which it begins."""
-        return math.ceil(self.windows)
-
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Iterations before the pass, and the parts of the link it takes in each."""
-        left = math.ceil(self.windows * PARTS)
-        for before in range(1, self.begins + 1):
-            yield before, min(left, PARTS)
-            left -= PARTS
+    windows: int
 
 
 @dataclass(frozen=True)
@@ -54,8 +37,8 @@ class PhaseWheel:
     nobody leaves, the loads of the ``k + 1`` phases differ by at most one, and no more than
     ceil(B/(k+1)) of B requests verify at once.
 
-    Two further rings hold what the copies of offloaded requests will use: the link, one iteration's
-    time in each, and device slots (the reserve rings and ADMIT of VeriCache, arXiv 2605.17613).
+    Two further rings hold what the copies of offloaded requests will use: the link, one copy at a
+    time, and device slots (the reserve rings and ADMIT of VeriCache, arXiv 2605.17613).
 
     Args:
         horizon: largest draft length plus one.
@@ -80,9 +63,8 @@ class PhaseWheel:
         """Book the next verify pass ``shortest..longest`` iterations from now.
 
         The least-loaded iteration wins; of equally loaded ones the latest. One with a copy goes
-        where link and room are free; failing that to where there is room and the link is least
-        overbooked, so that the pass waits for the shortest time; and without room as if it had no
-        copy, which then begins when the pass is due.
+        where link and room are free; failing that as if it had none, and its copy begins when the
+        pass is due.
 
         Returns:
             The chosen number of iterations, which is also the number of tokens to draft until then.
@@ -96,9 +78,9 @@ class PhaseWheel:
             raise ValueError(f"draft length {shortest}..{longest} outside 0..{self.horizon - 1}")
         wanted = range(longest, shortest - 1, -1)
         if copy is not None:
-            fitting = [ahead for ahead in wanted if self._has_room(copy, ahead)]
+            fitting = [ahead for ahead in wanted if self._fits(copy, ahead)]
             if fitting:
-                ahead = min(fitting, key=lambda at: (self._overbooked(copy, at), self.load(at)))
+                ahead = min(fitting, key=self.load)
                 self._hold(rid, _Booking(self._now + ahead, copy), 1)
                 return ahead
         ahead = min(wanted, key=self.load)
@@ -124,17 +106,17 @@ class PhaseWheel:
         return [
             rid
             for rid, booking in self._booked.items()
-            if booking.copy and booking.due - booking.copy.begins <= self._now < booking.due
+            if booking.copy and booking.due - booking.copy.windows <= self._now < booking.due
         ]
 
     def load(self, ahead: int = 0) -> int:
         """Verify passes booked ``ahead`` iterations from now, ``0 <= ahead < horizon``."""
         return self._load[(self._now + ahead) % self.horizon]
 
-    def reserved(self, ahead: int) -> tuple[float, int]:
-        """Share of the link's time and device slots reserved ``ahead`` iterations from now."""
+    def reserved(self, ahead: int) -> tuple[int, int]:
+        """Copies and device slots reserved ``ahead`` iterations from now."""
         at = (self._now + ahead) % self.horizon
-        return self._link[at] / PARTS, self._slots[at]
+        return self._link[at], self._slots[at]
 
     def advance(self) -> None:
         """Go to the next iteration. Whoever is due now must have left or been booked again."""
@@ -148,39 +130,33 @@ class PhaseWheel:
         for booking in self._booked.values():
             assert self._now <= booking.due < self._now + self.horizon
             expected[booking.due % self.horizon] += 1
-            for at, parts, tokens in self._uses(booking):
-                link[at % self.horizon] += parts
-                slots[at % self.horizon] += tokens
+            for at in self._copy_time(booking):
+                link[at % self.horizon] += at < booking.due
+                slots[at % self.horizon] += booking.copy.tokens if booking.copy else 0
         assert (self._load, self._link, self._slots) == (expected, link, slots)
 
-    def _has_room(self, copy: Copy, ahead: int) -> bool:
-        """Whether a copy has time and device slots before a pass ``ahead`` from now."""
-        if ahead < copy.begins:
+    def _fits(self, copy: Copy, ahead: int) -> bool:
+        """Whether a copy of its own has link and room before a pass ``ahead`` from now."""
+        if ahead < copy.windows:
             return False
-        during = [(self._now + ahead - i) % self.horizon for i in range(copy.begins + 1)]
-        return all(self._slots[at] + copy.tokens <= self.room for at in during)
-
-    def _overbooked(self, copy: Copy, ahead: int) -> int:
-        """Parts by which a copy before a pass ``ahead`` from now exceeds the link's time."""
-        return sum(
-            max(self._link[(self._now + ahead - i) % self.horizon] + parts - PARTS, 0)
-            for i, parts in copy.parts()
+        before = [(self._now + ahead - i) % self.horizon for i in range(1, copy.windows + 1)]
+        during = [*before, (self._now + ahead) % self.horizon]
+        return not any(self._link[at] for at in before) and all(
+            self._slots[at] + copy.tokens <= self.room for at in during
         )
 
-    def _uses(self, booking: _Booking) -> Iterator[tuple[int, int, int]]:
-        """Iterations from now on, with the link's parts and the slots a booking takes in each."""
+    def _copy_time(self, booking: _Booking) -> range:
+        """Iterations from the first of a booking's copy, or now, to its pass."""
         if booking.copy is None:
-            return
-        yield booking.due, 0, booking.copy.tokens
-        for before, parts in booking.copy.parts():
-            if booking.due - before >= self._now:
-                yield booking.due - before, parts, booking.copy.tokens
+            return range(0)
+        return range(max(booking.due - booking.copy.windows, self._now), booking.due + 1)
 
     def _hold(self, rid: Hashable, booking: _Booking, sign: int) -> None:
         self._load[booking.due % self.horizon] += sign
-        for at, parts, tokens in self._uses(booking):
-            self._link[at % self.horizon] += sign * parts
-            self._slots[at % self.horizon] += sign * tokens
+        for at in self._copy_time(booking):
+            if at < booking.due:
+                self._link[at % self.horizon] += sign
+            self._slots[at % self.horizon] += sign * (booking.copy.tokens if booking.copy else 0)
         if sign > 0:
             self._booked[rid] = booking
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -103,8 +104,8 @@ class Planner:
         """Requests whose full KV should be on its way already in the iteration planned last."""
         return self._early
 
-    def rings(self) -> list[tuple[float, int]]:
-        """Share of the link's time and device slots reserved for each coming iteration."""
+    def rings(self) -> list[tuple[int, int]]:
+        """Copies and device slots reserved for each of the coming iterations."""
         return [self._wheel.reserved(ahead) for ahead in range(self._wheel.horizon)]
 
     def phases(self) -> list[int]:
@@ -125,8 +126,8 @@ class Planner:
         """The copy that a request's next verify pass needs, if it can be made ahead of it."""
         if self._link is None or request.load <= 0 or self._iteration_seconds <= 0:
             return None
-        windows = request.load * self._link.token_seconds / self._iteration_seconds
-        return Copy(request.context, windows) if windows > 0 else None
+        windows = math.ceil(request.load * self._link.token_seconds / self._iteration_seconds)
+        return Copy(request.context, max(windows, 1))
 
     def _action(self, request: DraftState) -> Action:
         rid, wheel = request.rid, self._wheel
