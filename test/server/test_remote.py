@@ -103,5 +103,5 @@ def test_many_at_once_and_some_that_leave(server, prompts):
         reasons = [future.result().finish["type"] for future in running]
     assert "abort" in reasons
     requests, drafts = drafted_meanwhile(server, before)
-    assert requests > 1 and drafts > 4
+    assert requests > 1 and drafts >= requests
     server.check_idle()
