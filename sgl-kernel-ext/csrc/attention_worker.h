@@ -1,0 +1,304 @@
+// Attention of one work item: its keys are staged panel by panel, whatever pool they lie in, then
+// packed, multiplied, and merged split by split.
+#pragma once
+#include <cmath>
+
+#include "attention_plan.h"
+
+namespace sgl_ext {
+
+// Keys to fetch ahead of the ones being read.
+constexpr int kKeysAhead = 8;
+
+template <class T>
+class Worker {
+ public:
+  explicit Worker(Problem& problem)
+      : p_(problem),
+        depth_(problem.head_dim / kPair),
+        vecs_(ceil_div(problem.head_dim, kLanes)),
+        state_size_(problem.state_size()) {
+    const int64_t sizes[] = {
+        kUnitQueries * depth_,      kPanel * depth_,            kPanel / kPair * vecs_ * kLanes,
+        kLanes * p_.head_dim,       kUnitQueries * kSplit,      kUnitQueries * kProbs,
+        kUnitQueries * state_size_, kUnitQueries * state_size_, kPanel * kUnitHeads * p_.head_dim};
+    float* parts[std::size(sizes)];
+    int64_t total = 0;
+    for (int64_t size : sizes) total += size;
+    float* next = thread_scratch(total);
+    for (size_t i = 0; i < std::size(sizes); ++i) parts[i] = std::exchange(next, next + sizes[i]);
+    q_ = reinterpret_cast<uint32_t*>(parts[0]);
+    k_ = reinterpret_cast<uint32_t*>(parts[1]);
+    v_ = reinterpret_cast<uint32_t*>(parts[2]);
+    convert_ = parts[3];
+    scores_ = parts[4];
+    probs_ = reinterpret_cast<uint32_t*>(parts[5]);
+    state_ = parts[6];
+    partial_ = parts[7];
+    stage_ = reinterpret_cast<uint8_t*>(parts[8]);
+  }
+
+  void run(const Item& item) {
+    Unit& unit = p_.units[item.unit];
+    fetch_end_ = std::min(item.split_end * kSplit, p_.visible(unit, unit.queries - 1));
+    for (int h = 0; h < unit.heads; ++h) {
+      for (int i = 0; i < unit.queries; ++i) {
+        const T* q = static_cast<const T*>(p_.q) + p_.row(unit, i) * p_.q_row_stride +
+                     p_.head(unit, h, i) * p_.q_head_stride;
+        pack_q_row(q, p_.head_dim, q_ + (h * unit.queries + i) * depth_);
+      }
+    }
+    const int64_t tile = unit.states() * state_size_;
+    for (int split = item.split_begin; split < item.split_end; ++split) {
+      if (unit.partials != nullptr) {
+        attend(unit, split, unit.partials + split * tile);
+      } else if (split == 0) {
+        attend(unit, split, state_);
+      } else {
+        const int first = attend(unit, split, partial_);
+        for (int h = 0; h < unit.heads; ++h) {
+          for (int i = first; i < unit.queries; ++i) {
+            const int64_t at = (h * unit.queries + i) * state_size_;
+            merge(state_ + at, partial_ + at);
+          }
+        }
+      }
+    }
+    if (unit.partials == nullptr) {
+      finish(unit, state_);
+    } else if (std::atomic_ref(unit.items_left).fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      merge_splits(unit);
+      finish(unit, unit.partials);
+    }
+  }
+
+ private:
+  static constexpr int kPair = Words<T>::kPair;
+  static constexpr int kProbs = kSplit / kPair;
+  static constexpr int kPanel = kTileCols * kLanes;  // keys
+  using Rows = const uint8_t*[kPanel];
+
+  // Slots of a split's keys and of some to fetch ahead: the first `elsewhere` of them in another
+  // pool than the main one.
+  struct SplitKeys {
+    int32_t slots[kSplit + kKeysAhead];
+    int end, elsewhere, pool;
+  };
+
+  // Writes the split's state of every query that sees any of it; returns the first of those.
+  int attend(const Unit& unit, int split, float* states) {
+    const int begin = split * kSplit;
+    const auto seen = [&](int i) { return std::min(kSplit, p_.visible(unit, i) - begin); };
+    int first = 0;
+    while (first < unit.queries && seen(first) <= 0) ++first;
+    const int count = seen(unit.queries - 1);
+    const int blocks = ceil_div(count, kLanes);
+
+    SplitKeys keys;
+    if (!list_keys(unit.list, begin, count, keys)) return unit.queries;
+    for (int panel = 0; panel < count; panel += kPanel) {
+      stage_panel(&KvPools::k, unit, keys, panel, std::min(kPanel, count - panel));
+      const int width = std::min(kTileCols, blocks - panel / kLanes);
+      for (int h = 0; h < unit.heads; ++h) {
+        Rows rows;
+        locate_staged(unit, h, std::min(kPanel, count - panel), rows);
+        for (int b = 0; b < width; ++b) {
+          pack_k_block<T>(rows + b * kLanes, b, width, p_.head_dim, k_, convert_);
+        }
+        const int64_t at = h * unit.queries;
+        for (int i = first; i < unit.queries; i += kTileRows) {
+          gemm_rows<T>(
+              std::min(kTileRows, unit.queries - i), q_ + (at + i) * depth_, depth_, k_, depth_,
+              width, scores_ + (at + i) * kSplit + panel, kSplit);
+        }
+      }
+    }
+    for (int h = 0; h < unit.heads; ++h) {
+      for (int i = first; i < unit.queries; ++i) {
+        const int64_t at = h * unit.queries + i;
+        softmax_split<T>(
+            scores_ + at * kSplit, seen(i), blocks, p_.scale_log2, probs_ + at * kProbs,
+            states + at * state_size_);
+      }
+    }
+    for (int panel = 0; panel < count; panel += kPanel) {
+      const int width = std::min(kPanel, count - panel);
+      stage_panel(&KvPools::v, unit, keys, panel, width);
+      for (int h = 0; h < unit.heads; ++h) {
+        add_values(unit, h, first, panel, width, seen, states);
+      }
+    }
+    return first;
+  }
+
+  // Lists `count` keys from `begin` on and those to fetch ahead; false if a slot is out of range.
+  bool list_keys(const KvList& list, int begin, int count, SplitKeys& keys) const {
+    keys.end = count + std::min(kKeysAhead, fetch_end_ - begin - count);
+    keys.pool = list.view_pool;
+    keys.elsewhere = keys.pool == 0 ? 0 : list.in_view(begin, keys.end);
+    list.copy(begin, keys.end, keys.slots);
+    const auto check = [&](int pool, const int32_t* slots, int number) {
+      const bool good = all_below(slots, number, p_.pools[pool].slots());
+      if (!good) p_.bad_pool.store(pool, std::memory_order_relaxed);
+      return good;
+    };
+    return check(keys.pool, keys.slots, keys.elsewhere) &&
+           check(0, keys.slots + keys.elsewhere, keys.end - keys.elsewhere);
+  }
+
+  // Stages `count` keys or values of a split from `panel` on.
+  void stage_panel(
+      KvPool KvPools::* part, const Unit& unit, const SplitKeys& keys, int panel, int count) {
+    const int32_t* slots = keys.slots + panel;
+    const int elsewhere = std::clamp(keys.elsewhere - panel, 0, count);
+    uint8_t* out = stage_;
+    if (elsewhere > 0) {
+      out = stage(p_.pools[keys.pool].*part, unit, slots, elsewhere, keys.elsewhere - panel, out);
+    }
+    if (elsewhere < count) {
+      stage(
+          p_.pools[0].*part, unit, slots + elsewhere, count - elsewhere,
+          keys.end - panel - elsewhere, out);
+    }
+  }
+
+  // Adds probabilities times values of a staged panel to the states of one KV head.
+  template <class Seen>
+  void add_values(
+      const Unit& unit, int h, int first, int panel, int keys, const Seen& seen, float* states) {
+    Rows rows;
+    locate_staged(unit, h, keys, rows);
+    const auto seen_here = [&](int i) { return std::clamp(seen(i) - panel, 0, keys); };
+    // A key that only later rows see has probability 0 for a row, yet 0 * NaN is not 0: where such
+    // a key is not finite, each row gets its own V.
+    const int all_see = seen_here(first);
+    const bool row_by_row = !all_finite<T>(rows + all_see, keys - all_see, p_.head_dim);
+    const int width = ceil_div(keys, kLanes), depth = width * kLanes / kPair;
+    const auto pack = [&](const Rows& from) {
+      for (int b = 0; b < width; ++b) {
+        pack_v_block<T>(from + b * kLanes, b, depth, p_.head_dim, v_);
+      }
+    };
+    if (!row_by_row) pack(rows);
+    const int step = row_by_row ? 1 : kTileRows;
+    for (int i = first; i < unit.queries; i += step) {
+      if (row_by_row) {
+        Rows own;
+        std::copy_n(rows, seen_here(i), own);
+        std::fill(own + seen_here(i), own + width * kLanes, kZeroRow);
+        pack(own);
+      }
+      const int64_t at = h * unit.queries + i;
+      gemm_rows<T>(
+          std::min(step, unit.queries - i), probs_ + at * kProbs + panel / kPair, kProbs, v_, depth,
+          vecs_, states + at * state_size_ + kStateHeader, state_size_, panel > 0);
+    }
+  }
+
+  // Copies the rows of `count` slots, those of the unit's heads side by side, while it fetches rows
+  // further on in `slots` (of length `end`): reading memory in order keeps it at full speed.
+  // What is packed is unpacked. Returns where the copies end.
+  uint8_t* stage(
+      const KvPool& pool,
+      const Unit& unit,
+      const int32_t* slots,
+      int count,
+      int end,
+      uint8_t* out) const {
+    if (pool.codec.bits > 0) {
+      return dispatch_bits(pool.codec, [&](auto bits) {
+        return unpack<bits>(pool, unit, slots, count, end, reinterpret_cast<T*>(out));
+      });
+    }
+    const int64_t row_bytes = p_.head_dim * sizeof(T);
+    const bool dense = pool.head_stride == row_bytes;
+    const int spans = dense ? 1 : unit.heads;
+    const int64_t bytes = dense ? unit.heads * row_bytes : row_bytes;
+    const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* row = base + slots[i] * pool.slot_stride;
+      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
+      for (int span = 0; span < spans; ++span) {
+        int64_t at = 0;
+        for (; at + 64 <= bytes; at += 64) {
+          fetch_line(later + at);
+          std::memcpy(out + at, row + at, 64);
+        }
+        std::memcpy(out + at, row + at, bytes - at);
+        row += pool.head_stride, later += pool.head_stride, out += bytes;
+      }
+    }
+    return out;
+  }
+
+  // `stage` of a packed pool.
+  template <int Bits>
+  uint8_t* unpack(
+      const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end, T* out) const {
+    const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
+    const int bytes = pool.codec.row_bytes(p_.head_dim);
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* row = base + slots[i] * pool.slot_stride;
+      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
+      for (int h = 0; h < unit.heads; ++h, out += p_.head_dim) {
+        for (int at = 0; at < bytes; at += 64) fetch_line(later + h * pool.head_stride + at);
+        unpack_row<T, Bits>(row + h * pool.head_stride, p_.head_dim, pool.codec, out);
+      }
+    }
+    return reinterpret_cast<uint8_t*>(out);
+  }
+
+  // Addresses of one head's staged rows, zero rows up to a full block of 16.
+  void locate_staged(const Unit& unit, int h, int count, Rows& rows) const {
+    const int64_t row_bytes = p_.head_dim * sizeof(T);
+    for (int i = 0; i < count; ++i) rows[i] = stage_ + (i * unit.heads + h) * row_bytes;
+    std::fill(rows + count, rows + round_up(count, kLanes), kZeroRow);
+  }
+
+  void merge(float* into, const float* from) const {
+    const MergeWeights w = merge_softmax(into, from);
+    for (int d = kStateHeader; d < state_size_; d += kLanes) {
+      store16(into + d, fma(load16(from + d), splat(w.from), load16(into + d) * splat(w.into)));
+    }
+  }
+
+  void merge_splits(const Unit& unit) const {
+    const int64_t tile = unit.states() * state_size_;
+    for (int h = 0; h < unit.heads; ++h) {
+      for (int i = 0; i < unit.queries; ++i) {
+        float* into = unit.partials + (h * unit.queries + i) * state_size_;
+        const int splits = ceil_div(p_.visible(unit, i), kSplit);
+        for (int s = 1; s < splits; ++s) merge(into, into + s * tile);
+      }
+    }
+  }
+
+  void finish(const Unit& unit, const float* state) const {
+    for (int h = 0; h < unit.heads; ++h) {
+      for (int i = 0; i < unit.queries; ++i, state += state_size_) {
+        const int64_t row = p_.row(unit, i), head = p_.head(unit, h, i);
+        T* out = static_cast<T*>(p_.out) + row * p_.out_row_stride + head * p_.out_head_stride;
+        const Vec inverse = splat(1.0f / state[1]);
+        for (int d = 0; d < p_.head_dim; d += kLanes) {
+          // Neutral keys may turn a -0 sum into +0: + 0 makes every zero the same.
+          const Vec x = fma(load16(state + kStateHeader + d), inverse, splat(0.0f));
+          store_n(out + d, x, p_.head_dim - d);
+        }
+        if (p_.lse != nullptr) {
+          p_.lse[row * p_.lse_row_stride + head] = (state[0] + std::log2(state[1])) * float(M_LN2);
+        }
+      }
+    }
+  }
+
+  Problem& p_;
+  const int64_t depth_;
+  const int vecs_;
+  const int64_t state_size_;
+  int fetch_end_;
+  uint32_t *q_, *k_, *v_, *probs_;
+  float *convert_, *scores_, *state_, *partial_;
+  uint8_t* stage_;
+};
+
+}  // namespace sgl_ext
