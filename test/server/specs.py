@@ -71,6 +71,14 @@ TIERED_LATE = ServerSpec(
     (*_TIER, *COPIES, "--vericache-tier", "host"),
     env=(("PYTHONPATH", SABOTEUR_PATH), ("SABOTEUR_COPY_DELAY", "0.02")),
 )
+# As RETRACTING, with full KV on the host.
+TIERED_RETRACTING = ServerSpec(
+    (
+        *(*FIXED, "--max-total-tokens", "1024", "--hicache-ratio", "12"),
+        *(*COPIES, "--vericache-tier", "host"),
+    ),
+    env=RETRACTING.env,
+)
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(
     ("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *FP32),
