@@ -48,7 +48,7 @@ class Answer:
 
     def difference(self, expected: Answer) -> str | None:
         """The first difference; of an answer that was cut, in what there is of it."""
-        end = len(self.ids) if self.is_cut else len(expected.ids)
+        end = min(len(self.ids), len(expected.ids)) if self.is_cut else len(expected.ids)
         if self.ids != expected.ids[:end]:
             pairs = enumerate(zip(self.ids, expected.ids, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), None)
