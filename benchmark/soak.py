@@ -43,6 +43,7 @@ MOST_GROWTH = 0.05
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 # A plugin that delays and corrupts copies between the tiers.
 SABOTEUR = Path(__file__).parents[1] / "test" / "server" / "saboteur"
+SPOILED = "saboteur: copies are spoiled"
 
 
 @dataclass
@@ -54,12 +55,14 @@ class Watched:
         idle: what was still taken at each pause; empty if nothing was.
         seconds: length of the load, pauses included.
         counters: change of VeriCache's counters over the load.
+        spoiled: whether copies were delayed or corrupted.
     """
 
     pss: list[tuple[float, int]] = field(default_factory=list)
     idle: list[dict[str, int]] = field(default_factory=list)
     seconds: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
+    spoiled: bool = False
 
     def levels(self) -> tuple[float, float]:
         """Median PSS of the second quarter and of the last tenth, in bytes."""
@@ -184,6 +187,7 @@ async def _load(
     after = await asyncio.to_thread(counters, server.url)
     watched.counters = {name: value - before.get(name, 0) for name, value in after.items()}
     watched.idle.append(await _idle(client, flush=True))
+    watched.spoiled = SPOILED in server.log.read_text(errors="replace")
     return watched
 
 
@@ -235,6 +239,7 @@ def _faults(traffic: Traffic, watched: Watched, args: argparse.Namespace) -> lis
         "no prompt was found on the host": tally.host_hits,
         "nothing was aborted": tally.cut["abort"],
         "nobody left": tally.cut["leave"],
+        "no copy was late": watched.spoiled or not (args.delay_ms or args.corrupt),
         "nothing was drafted before full KV arrived": args.tier != "remote" or change["proposed"],
     }
     return [text for text, bad in wrong.items() if bad] + [t for t, ok in shown.items() if not ok]

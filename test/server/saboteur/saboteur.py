@@ -13,6 +13,7 @@ copies that arrive with one K row negated.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -24,18 +25,26 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 POSITION, LAYER = 7, 11
 MARK = "saboteur:"
+# Printed before the first copy that is spoiled.
+SPOILED = f"{MARK} copies are spoiled"
 COPY_DELAY, COPY_FAULTS = "SABOTEUR_COPY_DELAY", "SABOTEUR_COPY_FAULTS"
 _WORKER = "sglang_vericache.speculative.worker.VeriCacheWorker"
 _rounds: Counter[str] = Counter()
 
 
 def register() -> None:
-    """Entry point; runs in every process of the server."""
-    HookRegistry.register(f"{_WORKER}._forward", perturb, HookType.BEFORE)
-    HookRegistry.register(f"{_WORKER}._commit", misdraft, HookType.BEFORE)
-    delay, faults = (float(os.environ.get(name, "0")) for name in (COPY_DELAY, COPY_FAULTS))
-    if delay or faults:
-        spoil_copies(delay, faults)
+    """Entry point; runs in every process of the server, which ends if anything here fails.
+
+    The loader only logs an exception, and a test without its sabotage would pass.
+    """
+    try:
+        HookRegistry.register(f"{_WORKER}._forward", perturb, HookType.BEFORE)
+        HookRegistry.register(f"{_WORKER}._commit", misdraft, HookType.BEFORE)
+        delay, faults = (float(os.environ.get(name, "0")) for name in (COPY_DELAY, COPY_FAULTS))
+        if delay or faults:
+            spoil_copies(delay, faults)
+    except Exception as error:
+        raise SystemExit(f"{MARK} {error}") from error
 
 
 def spoil_copies(delay: float, faults: float) -> None:
@@ -45,11 +54,14 @@ def spoil_copies(delay: float, faults: float) -> None:
     """
     from sglang.srt.mem_cache.pool_host import mha
 
-    from sglang_vericache.platform import streams
+    from sglang_vericache.platform import hicache, streams
 
-    copy = mha.transfer_kv_direct
+    hicache.install()  # brings the copies; plugins are loaded in any order
+    copy, copies = mha.transfer_kv_direct, itertools.count()
 
     def late(**kwargs: Any) -> None:
+        if next(copies) == 0:
+            print(SPOILED, flush=True)
         stream = streams.current_stream()
         stream.launch(lambda: time.sleep(random.uniform(0, delay)))
         copy(**kwargs)
