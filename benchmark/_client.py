@@ -68,7 +68,7 @@ async def _stream_generate(
     }
     stream = Stream()
     async with http.post(f"{url}/generate", json=body) as response:
-        async for event in _events(response):
+        async for event in events(response):
             stream.received(len(event["output_ids"]))
             stream.ids = event["output_ids"]
             stream.cached = event["meta_info"]["cached_tokens"]
@@ -93,7 +93,7 @@ async def _stream_completion(
     }
     stream = Stream()
     async with http.post(f"{url}/v1/completions", json=body) as response:
-        async for event in _events(response):
+        async for event in events(response):
             if usage := event.get("usage"):
                 stream.received(usage["completion_tokens"])
                 stream.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -128,7 +128,7 @@ def stream_all(
     return streams
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Decoded ``data:`` lines of a server-sent event stream.
 
     Raises:

@@ -90,6 +90,14 @@ REMOTE = ServerSpec(
     ),
     env=(("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", STORE_DIRECTORY),),
 )
+# As RETRACTING, with full KV on the host.
+TIERED_RETRACTING = ServerSpec(
+    (
+        *(*FIXED, "--max-total-tokens", "1024", "--hicache-ratio", "12"),
+        *(*COPIES, "--vericache-tier", "host"),
+    ),
+    env=RETRACTING.env,
+)
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(
     ("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *FP32),

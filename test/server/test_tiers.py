@@ -256,3 +256,4 @@ def test_late_copies(server, off, make_corpus):
         assert_identical(server.concurrently(given), off["bfloat16"].answers(given))
     moved(server, before)
     assert server.counters()["copied_ahead"] > before["copied_ahead"]
+    assert "saboteur: copies are spoiled" in server.process.log.read_text(errors="replace")

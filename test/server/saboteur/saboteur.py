@@ -7,11 +7,13 @@ It acts on requests by their id and tells on its process's output what it saw:
   that the verify pass must accept exactly the drafts before it; prints a line for every pass.
 
 With ``SABOTEUR_COPY_DELAY`` (seconds) in the environment every copy between host and device of one
-layer starts late, by a random time up to that.
+layer starts late, by a random time up to that. ``SABOTEUR_COPY_FAULTS`` is the share of these
+copies that arrive with one K row negated.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -23,30 +25,48 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 POSITION, LAYER = 7, 11
 MARK = "saboteur:"
-COPY_DELAY = "SABOTEUR_COPY_DELAY"
+# Printed before the first copy that is spoiled.
+SPOILED = f"{MARK} copies are spoiled"
+COPY_DELAY, COPY_FAULTS = "SABOTEUR_COPY_DELAY", "SABOTEUR_COPY_FAULTS"
 _WORKER = "sglang_vericache.speculative.worker.VeriCacheWorker"
 _rounds: Counter[str] = Counter()
 
 
 def register() -> None:
-    """Entry point; runs in every process of the server."""
-    HookRegistry.register(f"{_WORKER}._forward", perturb, HookType.BEFORE)
-    HookRegistry.register(f"{_WORKER}._commit", misdraft, HookType.BEFORE)
-    if delay := float(os.environ.get(COPY_DELAY, "0")):
-        delay_copies(delay)
+    """Entry point; runs in every process of the server, which ends if anything here fails.
+
+    The loader only logs an exception, and a test without its sabotage would pass.
+    """
+    try:
+        HookRegistry.register(f"{_WORKER}._forward", perturb, HookType.BEFORE)
+        HookRegistry.register(f"{_WORKER}._commit", misdraft, HookType.BEFORE)
+        delay, faults = (float(os.environ.get(name, "0")) for name in (COPY_DELAY, COPY_FAULTS))
+        if delay or faults:
+            spoil_copies(delay, faults)
+    except Exception as error:
+        raise SystemExit(f"{MARK} {error}") from error
 
 
-def delay_copies(most: float) -> None:
-    """Let every copy of a layer start up to ``most`` seconds late, on the thread that copies."""
+def spoil_copies(delay: float, faults: float) -> None:
+    """Let every copy of a layer start up to ``delay`` seconds late, on the thread that copies.
+
+    The share ``faults`` of them brings the first token's K row negated.
+    """
     from sglang.srt.mem_cache.pool_host import mha
 
-    from sglang_vericache.platform import streams
+    from sglang_vericache.platform import hicache, streams
 
-    copy = mha.transfer_kv_direct
+    hicache.install()  # brings the copies; plugins are loaded in any order
+    copy, copies = mha.transfer_kv_direct, itertools.count()
 
     def late(**kwargs: Any) -> None:
-        streams.current_stream().launch(lambda: time.sleep(random.uniform(0, most)))
+        if next(copies) == 0:
+            print(SPOILED, flush=True)
+        stream = streams.current_stream()
+        stream.launch(lambda: time.sleep(random.uniform(0, delay)))
         copy(**kwargs)
+        if random.random() < faults:
+            stream.launch(lambda: kwargs["dst_layers"][0][kwargs["dst_indices"][0]].neg_())
 
     mha.transfer_kv_direct = late
 
