@@ -41,6 +41,7 @@ def copied(lists, length, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize("lists", [1, HEADS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_copy_survives(lists, dtype):
+    """H3: a compressed copy comes back bit for bit."""
     pool, view, slots, keys, values = copied(lists, 5 * TOKENS, dtype)
     blobs = cut(view, keys, values, TOKENS)
     assert len(blobs) == 5
