@@ -11,7 +11,8 @@ PLAIN = {
     **{"disable_radix_cache": False, "radix_cache_backend": None, "tp_size": 1},
     **{"strip_thinking_cache": False, "hicache_host_memory_mode": "cache"},
     **{"enable_lmcache": False, "enable_flexkv": False, "enable_hierarchical_cache": False},
-    **{"hicache_storage_backend": None, "hicache_storage_prefetch_policy": "timeout"},
+    **{"hicache_write_policy": "write_through", "hicache_storage_backend": None},
+    **{"hicache_storage_prefetch_policy": "timeout"},
 }
 
 
@@ -45,6 +46,7 @@ def test_the_remote_tier_waits_for_all_of_a_prefix():
         ("strip_thinking_cache", True, "--strip-thinking-cache"),
         ("hicache_host_memory_mode", "buffer_only", "buffer_only"),
         ("enable_lmcache", True, "--enable-lmcache"),
+        ("hicache_write_policy", "write_back", "--hicache-write-policy write_back"),
         ("enable_flexkv", True, "--enable-flexkv"),
     ],
 )

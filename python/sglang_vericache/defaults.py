@@ -82,6 +82,8 @@ def use_host_tier(server_args: Any, tier: str) -> None:
         "--strip-thinking-cache": server_args.strip_thinking_cache,
         "--hicache-host-memory-mode buffer_only": server_args.hicache_host_memory_mode
         == "buffer_only",
+        # It frees host copies of what is on the device too, which a verify pass may be reading.
+        "--hicache-write-policy write_back": server_args.hicache_write_policy == "write_back",
         "--enable-lmcache": server_args.enable_lmcache,
         "--enable-flexkv": server_args.enable_flexkv,
         # It would start before its prefix is there, and compute what is on its way.

@@ -91,6 +91,7 @@ class Memory(dict):
 
     delay = 0.0
     broken = False
+    identity = "a"
 
     def put(self, key, data):
         time.sleep(self.delay)
@@ -143,11 +144,13 @@ def test_a_prefix_is_found_by_another_request():
     tokens = list(range(700))
     writer, names = published(memory, tokens)
     wait_for(lambda: len(memory) == 5)
-    assert writer.is_known(names) and set(memory) == set(names)
+    assert set(memory) == set(names)
+    wait_for(lambda: not writer.wants(names))
     reader = SpanStore(lambda: memory, PAGE, "model")
-    reader.request("a", reader.names([*tokens[:400], 1, 2, 3] * 2, None, None))
-    reader.request("b", reader.names(tokens[::-1], None, None))
-    reader.wait_until_read()
+    reader.request("a", "A", reader.names([*tokens[:400], 1, 2, 3] * 2, None, None))
+    reader.request("b", "B", reader.names(tokens[::-1], None, None))
+    reader.wait_until_read("A")
+    reader.wait_until_read("B")
     found = reader.arrived()
     assert [(handle, copy.length) for handle, copy in found] == [("a", 3 * 128)]
     assert reader.arrived() == []
@@ -159,18 +162,51 @@ def test_full_kv_waits_for_copies():
     wait_for(lambda: len(memory) == 5)
     memory.delay = 0.05
     store = SpanStore(lambda: memory, PAGE, "model")
-    store.request("a", names)
+    store.request("a", "A", names)
+    began = time.monotonic()
+    store.wait_until_read("B")
+    assert time.monotonic() < began + 0.1, "somebody else's copy"
     assert store.arrived() == []
-    store.wait_until_read()
+    store.wait_until_read("A")
     assert len(store.arrived()) == 1
+
+
+def test_nobody_wants_it_any_more():
+    memory = Memory()
+    _, names = published(memory, list(range(700)))
+    wait_for(lambda: len(memory) == 5)
+    memory.delay = 0.05
+    store = SpanStore(lambda: memory, PAGE, "model")
+    store.request("a", "A", names)
+    store.request("b", "B", names)
+    store.cancel("a")
+    store.wait_until_read("A")
+    store.wait_until_read("B")
+    assert [reader for reader, _ in store.arrived()] == ["b"]
+
+
+def test_what_is_known_of_a_store():
+    memory = Memory()
+    store, names = published(memory, list(range(700)))
+    wait_for(lambda: not store.wants(names))
+    memory.identity = "b"
+    assert store.wants(names), "after weights were updated"
+    store.request("a", "A", names)
+    store.wait_until_read("A")
+    assert not store.wants(names)
+    memory.clear()
+    store.request("b", "B", names)
+    store.wait_until_read("B")
+    assert store.wants(names), "found to be gone"
+    assert not SpanStore(lambda: None, PAGE, "model").wants(names)
 
 
 def test_a_store_that_raises_ends_nothing(caplog):
     memory = Memory()
     memory.broken = True
     store, names = published(memory, list(range(700)))
-    store.request("a", names)
-    store.wait_until_read()
+    store.request("a", "A", names)
+    store.wait_until_read("A")
     wait_for(lambda: "could not be stored" in caplog.text)
     assert store.arrived() == [] and "could not be read" in caplog.text
     memory.broken = False

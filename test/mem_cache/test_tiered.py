@@ -144,6 +144,7 @@ class Model:
     def offload(self, req):
         if self.cache.is_offloaded(req) or not self.cache.can_offload(req):
             return
+        self.cache.await_copy(req)  # as whoever chooses a view does
         self.cache.keep(req)
         self.kept.pop(req, None)
         self.cache.publish(req)

@@ -14,6 +14,7 @@ def admit(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
 
     if not isinstance(self.tree_cache, TieredCache):
         return original(self, req, *args, **kwargs)
+    self.tree_cache.starting(req)
     reserve = self.tree_cache.staging_reserve(req)
     self.memory_budget.total_offset += reserve
     try:
@@ -48,9 +49,20 @@ def reopen(self: Any, batch: Any) -> None:
         batch.batch_is_full = False
 
 
-def retract(*, req: Any, tree_cache: Any, **kwargs: Any) -> None:
-    """``release_req`` before: what a request computed is not thrown away."""
-    if isinstance(tree_cache, TieredCache) and not req.finished():
+def retract(original: Any, self: Any) -> Any:
+    """``ScheduleBatch.retract_decode`` around: mark what happens meanwhile."""
+    if not isinstance(self.tree_cache, TieredCache):
+        return original(self)
+    self.tree_cache.retracting = True
+    try:
+        return original(self)
+    finally:
+        self.tree_cache.retracting = False
+
+
+def release(*, req: Any, tree_cache: Any, **kwargs: Any) -> None:
+    """``release_req`` before: what a retracted request computed is not thrown away."""
+    if isinstance(tree_cache, TieredCache) and tree_cache.retracting:
         tree_cache.demote(req)
 
 
@@ -77,13 +89,20 @@ HOOKS: tuple[Hook, ...] = (
         "knows of no request whose KV must come back",
     ),
     Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+        ("self",),
+        "around",
+        retract,
+        "tells nobody why a request is released",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_batch.release_req",
         (
             *("req", "remaing_req_count", "req_to_token_pool", "token_to_kv_pool_allocator"),
             *("tree_cache", "hisparse_coordinator", "offload_kv"),
         ),
         "before",
-        retract,
+        release,
         "frees the KV of a retracted request, which then has to be computed again",
     ),
 )

@@ -28,16 +28,25 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 8
 # Names of spans known to be stored.
 MAX_KNOWN = 1 << 16
-# Longest time that full KV waits for compressed copies to be read first.
-MAX_WAIT_SECONDS = 5.0
+# Longest time that a request's full KV waits for its compressed copy to be read first.
+MAX_WAIT_SECONDS = 3.0
 
 
 class Storage(Protocol):
-    """What is needed of a store; both count their failures themselves and raise nothing."""
+    """What is needed of a store; ``put`` and ``get`` raise nothing because of it."""
+
+    @property
+    def identity(self) -> str: ...
 
     def put(self, key: str, data: bytes) -> bool: ...
 
     def get(self, key: str) -> bytes | None: ...
+
+
+class _Wanted(NamedTuple):
+    reader: Hashable
+    handle: Hashable
+    names: list[str]
 
 
 class _Copy(NamedTuple):
@@ -60,12 +69,15 @@ class SpanStore:
         self._storage, self._page_size = storage, page_size
         self.tokens = span_tokens(page_size)
         self._namespace = hashlib.sha256(namespace.encode()).hexdigest()[:16]
-        self._known: dict[str, None] = {}
+        # Names of spans that the store of this identity has.
+        self._known: set[str] = set()
+        self._known_in: tuple[int, str] | None = None
         self._copies: queue.Queue[_Copy] = queue.Queue(MAX_PENDING)
-        self._wanted: queue.Queue[tuple[Hashable, list[str]]] = queue.Queue()
+        self._wanted: queue.Queue[_Wanted] = queue.Queue()
         self._arrived: queue.Queue[tuple[Hashable, CompressedCopy]] = queue.Queue()
-        self._unread = 0
-        self._idle = threading.Condition()
+        # Whose copies are still to be read, by reader.
+        self._unread: dict[Hashable, Hashable] = {}
+        self._changed = threading.Condition()
         for work in (self._write_all, self._read_all):
             threading.Thread(target=work, daemon=True, name=f"vericache{work.__name__}").start()
 
@@ -91,15 +103,30 @@ class SpanStore:
             return False
         return True
 
-    def is_known(self, names: Sequence[str]) -> bool:
-        """Whether all of these were written or read before."""
-        return all(name in self._known for name in names)
+    def wants(self, names: Sequence[str]) -> bool:
+        """Whether to publish a copy of these names: it is not stored, and few wait already."""
+        storage = self._storage()
+        if storage is None or self._copies.full():
+            return False
+        return not self._known_to(storage).issuperset(names)
 
-    def request(self, handle: Hashable, names: list[str]) -> None:
-        """Begin to read the copy of a prefix for whoever takes it from ``arrived``."""
-        with self._idle:
-            self._unread += 1
-        self._wanted.put((handle, names))
+    def request(self, reader: Hashable, handle: Hashable, names: list[str]) -> None:
+        """Begin to read the copy of a prefix.
+
+        Args:
+            reader: with whom it comes out of ``arrived``; differs from all before it.
+            handle: of the request whose full KV should wait for it.
+            names: of its spans.
+        """
+        with self._changed:
+            self._unread[reader] = handle
+        self._wanted.put(_Wanted(reader, handle, names))
+
+    def cancel(self, reader: Hashable) -> None:
+        """Nobody wants that copy any more; unknown readers are fine."""
+        with self._changed:
+            self._unread.pop(reader, None)
+            self._changed.notify_all()
 
     def arrived(self) -> list[tuple[Hashable, CompressedCopy]]:
         """Copies read since the last call; those of which nothing was found are missing."""
@@ -110,10 +137,12 @@ class SpanStore:
             except queue.Empty:
                 return found
 
-    def wait_until_read(self) -> None:
-        """Let the copies asked for be read first; for a thread that reads full KV."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._unread == 0, MAX_WAIT_SECONDS)
+    def wait_until_read(self, handle: Hashable) -> None:
+        """Let the copy that a request asked for be read first; for who reads its full KV."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: handle not in self._unread.values(), timeout=MAX_WAIT_SECONDS
+            )
 
     def _write_all(self) -> None:
         while True:
@@ -124,36 +153,47 @@ class SpanStore:
                     continue
                 blobs = cut(copy.view, copy.keys, copy.values, self.tokens)
                 for name, blob in zip(copy.names, blobs, strict=True):
-                    if name not in self._known and storage.put(name, blob):
-                        self._remember(name)
+                    known = self._known_to(storage)
+                    if name not in known and storage.put(name, blob):
+                        known.add(name)
             except Exception:  # the thread outlives whatever a store raises
                 logger.exception("a compressed copy could not be stored")
 
     def _read_all(self) -> None:
         while True:
-            handle, names = self._wanted.get()
+            wanted = self._wanted.get()
             try:
-                blobs: list[bytes] = []
-                storage = self._storage()
-                for name in names:
-                    blob = None if storage is None else storage.get(name)
-                    if blob is None:
-                        break
-                    blobs.append(blob)
-                    self._remember(name)
+                blobs = self._read(wanted)
                 if blobs:
-                    self._arrived.put((handle, join(blobs, self.tokens)))
+                    self._arrived.put((wanted.reader, join(blobs, self.tokens)))
             except Exception:
                 logger.exception("a compressed copy could not be read")
             finally:
-                with self._idle:
-                    self._unread -= 1
-                    self._idle.notify_all()
+                self.cancel(wanted.reader)
 
-    def _remember(self, name: str) -> None:
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[name] = None
+    def _read(self, wanted: _Wanted) -> list[bytes]:
+        """Spans from the first on, as far as they are there; none if nobody wants them now."""
+        blobs: list[bytes] = []
+        storage = self._storage()
+        if storage is None:
+            return blobs
+        for name in wanted.names:
+            if wanted.reader not in self._unread:
+                return []
+            blob = storage.get(name)
+            if blob is None:
+                self._known_to(storage).discard(name)
+                break
+            self._known_to(storage).add(name)
+            blobs.append(blob)
+        return blobs
+
+    def _known_to(self, storage: Storage) -> set[str]:
+        """Names that a store is known to hold under its present identity."""
+        place = id(storage), storage.identity
+        if place != self._known_in or len(self._known) >= MAX_KNOWN:
+            self._known, self._known_in = set(), place
+        return self._known
 
 
 def namespace_of(config: VeriCacheConfig) -> str:
@@ -161,11 +201,12 @@ def namespace_of(config: VeriCacheConfig) -> str:
     return repr((config.compressor, sorted(vars(config.compressor_settings).items())))
 
 
-def before_transfer(self: Any, *args: Any, **kwargs: Any) -> None:
+def before_transfer(self: Any, operation: Any, *args: Any, **kwargs: Any) -> None:
     """``HiCacheController._page_transfer_kv_batch`` before: compressed copies come first."""
     store: SpanStore | None = getattr(self, "vericache_spans", None)
-    if store is not None:
-        store.wait_until_read()
+    if store is not None and not getattr(operation, "vericache_waited", False):
+        operation.vericache_waited = True  # once for all of its batches
+        store.wait_until_read(operation.handle)
 
 
 HOOKS: tuple[Hook, ...] = (

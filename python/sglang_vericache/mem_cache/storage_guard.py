@@ -147,7 +147,9 @@ class Lane:
     def __init__(self, records: list[Tensor]):
         self.records = records
         self.task: Future[Any] | None = None
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._run, daemon=True, name="vericache-store").start()
 
     def begin(self) -> None:
@@ -160,9 +162,13 @@ class Lane:
         self._work.put((function, task))
         return task
 
+    def close(self) -> None:
+        """End the thread, once its call has returned."""
+        self._work.put(None)
+
     def _run(self) -> None:
-        while True:
-            function, task = self._work.get()
+        while (work := self._work.get()) is not None:
+            function, task = work
             try:
                 task.set_result(function())
             except BaseException as error:
@@ -180,8 +186,16 @@ class Guard:
         self._breakers = {"read": Breaker(options), "write": Breaker(options)}
         self._idle: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        for records in lanes:
-            self._idle.put(Lane(records))
+        self._lanes = [Lane(records) for records in lanes]
+        for lane in self._lanes:
+            self._idle.put(lane)
+
+    def close(self) -> None:
+        """End the threads of all lanes; calls that begin later find none."""
+        while not self._idle.empty():
+            self._idle.get()
+        for lane in self._lanes:
+            lane.close()
 
     def count(self, **amounts: int) -> None:
         """Add to counters by name."""

@@ -16,6 +16,8 @@ from sglang_vericache.mem_cache.storage_guard import Options
 from sglang_vericache.mem_cache.storage_stores import STORES
 
 KEY = "vericache"
+# On a prefix cache: weights were updated since it was flushed.
+OLD_KV = "_vericache_old_kv"
 CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -89,15 +91,35 @@ def stop_threads(original: Any, self: Any) -> None:
 
 
 def weights_updated(result: Any, self: Any, recv_req: Any) -> None:
-    """``update_weights_from_*`` after, failed or not: stored KV is not that of these weights."""
+    """``update_weights_from_*`` after, failed or not: stored KV is not that of these weights.
+
+    KV of the old weights that is cached still may be stored under the new identity too, which
+    therefore ends when the cache is flushed.
+    """
     global _updated
     _updated = True
+    setattr(self.scheduler.tree_cache, OLD_KV, True)
     storage = storage_of(self.scheduler.tree_cache)
     if storage is not None:
         storage.renew_identity()
 
 
+def flushed(result: None, self: Any) -> None:
+    """``UnifiedRadixCache.reset`` after: from now on only KV of the present weights is stored."""
+    storage = storage_of(self)
+    if getattr(self, OLD_KV, False) and storage is not None:
+        setattr(self, OLD_KV, False)
+        storage.renew_identity()
+
+
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
+        ("self",),
+        "after",
+        flushed,
+        "stores KV of old weights until it is flushed",
+    ),
     Hook(
         "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility",
         ("server_args",),

@@ -101,6 +101,7 @@ class Objects:
     def close(self) -> None:
         """Let go of the store."""
         self._attempt(self._store.close)
+        self.guard.close()
 
     def _read_some(
         self, lane: Lane, names: Sequence[str], expected: bool

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, EvictResult
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     create_unified_radix_cache,
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sglang_vericache.config import config_of
 from sglang_vericache.mem_cache.span_store import SpanStore, namespace_of
+from sglang_vericache.mem_cache.storage_hooks import storage_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 NAME = "vericache"
 # Weight of the latest copy in the mean speed of the link.
 LINK_RATE = 0.2
+# Of the device's slots, how many may be lent.
+LENT_SHARE = 0.25
 
 
 @dataclass
@@ -70,6 +73,11 @@ class TieredCache(UnifiedRadixCache):
         # Slots lent to whoever asked, by borrower; and how to ask for them all.
         self.lent: dict[Hashable, Tensor] = {}
         self.give_up_room: Callable[[], None] = lambda: None
+        self._lending = False
+        # Called when a request is about to be admitted.
+        self.starting: Callable[[Req], None] = lambda req: None
+        # Whether requests are being retracted for want of room.
+        self.retracting = False
         # Compressed copies in a store, with ``--vericache-tier remote``.
         self.spans: SpanStore | None = None
         # Whether slots were given up since admission was last asked, and whether it said no.
@@ -92,11 +100,38 @@ class TieredCache(UnifiedRadixCache):
         if config is not None and config.tier == "remote":
             controller = self.cache_controller
             self.spans = SpanStore(
-                lambda: controller.storage_backend,
+                lambda: storage_of(self),
                 self.page_size,
                 namespace_of(config),
             )
             controller.vericache_spans = self.spans
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """As stock, but for a write policy that cannot work with tiers."""
+        if hicache_write_policy == "write_back":
+            return False, "hicache_write_policy write_back cannot be combined with --vericache-tier"
+        attached: tuple[bool, str] = super().attach_storage_backend(
+            storage_backend,
+            storage_backend_extra_config_json,
+            served_model_name,
+            hicache_storage_prefetch_policy,
+            hicache_write_policy,
+        )
+        return attached
+
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
+        """As stock; what was lent goes before anybody is retracted or fails."""
+        result = super().evict_for_alloc(params, **kwargs)
+        if self.lent and not self._lending and result.num_tokens_evicted < params.num_tokens:
+            self.give_up_room()
+        return result
 
     def allocate(self, tokens: int) -> Tensor | None:
         """Device slots for a compressed copy, evicting cached prefixes; None if there is no room.
@@ -113,9 +148,17 @@ class TieredCache(UnifiedRadixCache):
         return None if found is None else found.long()
 
     def lend(self, borrower: Hashable, tokens: int) -> Tensor | None:
-        """``allocate`` for a borrower, which holds nothing yet, until ``take_back``."""
-        assert borrower not in self.lent
+        """``allocate`` for a borrower, which holds nothing yet, until ``take_back``.
+
+        All borrowers together get ``LENT_SHARE`` of the device at most.
+        """
+        assert borrower not in self.lent and tokens > 0
+        lent = sum(len(slots) for slots in self.lent.values())
+        if self.refused or lent + tokens > LENT_SHARE * self.token_to_kv_pool_allocator.size:
+            return None
+        self._lending = True
         slots = self.allocate(tokens)
+        self._lending = False
         if slots is not None:
             self.lent[borrower] = slots
         return slots
@@ -123,6 +166,7 @@ class TieredCache(UnifiedRadixCache):
     def take_back(self, borrower: Hashable) -> None:
         """Free what was lent."""
         self.token_to_kv_pool_allocator.free(self.lent.pop(borrower))
+        self.made_room = True
 
     def can_offload(self, req: Req) -> bool:
         """Whether the tree owns a prefix of the request, and the request may enter it."""
@@ -162,7 +206,10 @@ class TieredCache(UnifiedRadixCache):
         When it starts again it finds that there instead of computing it.
         """
         owned = req.session is None and not req.skip_radix_cache_insert
-        if self.is_offloaded(req) or not owned or not req.output_ids:
+        lives = req.output_ids and not req.finished() and req.to_finish is None
+        if self.is_offloaded(req) or not owned or not lives:
+            return
+        if not self.host_has_room(req.kv.kv_committed_len):
             return
         self.publish(req)
         if req.kv.cache_protected_len > 0 and self._back_up(req.last_node):
@@ -364,10 +411,15 @@ class TieredCache(UnifiedRadixCache):
 
     def _back_up(self, node: int) -> bool:
         """Copy a node and its ancestors to the host, unless they are there; False without room."""
-        if not self.is_backuped(node):
+        (path,) = self.tree_core.collect_path_info([node])
+
+        def there() -> bool:
+            return all(self.is_backuped(each.node_id) for each in path)
+
+        if not there():
             self._execute_and_commit_kv_backup(self.tree_core.build_backup_kv_action(node))
             self.flush_pending_backups()
-        return bool(self.is_backuped(node))
+        return there()
 
     def _drop(self, req: Req) -> bool:
         holding = self.holdings.pop(req, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang_vericache.speculative.state import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class PackedViews:
         self._add_view_pool = add_view_pool
         self._pools: dict[str, PackedPool] = {}
         self._numbers: dict[str, int] = {}
+        self._unaffordable: set[str] = set()
         self._held: dict[int, Held] = {}
 
     def pool(self, codec: str) -> PackedPool:
@@ -64,6 +68,18 @@ class PackedViews:
             self._numbers[codec] = self._add_view_pool(pool.layers)
         return self._pools[codec]
 
+    def _is_affordable(self, codec: str) -> bool:
+        """Whether the pool of a codec exists or could be made."""
+        if codec in self._unaffordable:
+            return False
+        try:
+            self.pool(codec)
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for packed KV of %s: %s", codec, error)
+            self._unaffordable.add(codec)
+            return False
+        return True
+
     def holds(self, state: RequestState) -> bool:
         """Whether drafts of a request read a packed copy."""
         return state.serial in self._held
@@ -72,6 +88,8 @@ class PackedViews:
         """Whether a request that holds no copy would find room for one now."""
         dropper, committed = state.dropper, state.committed
         assert dropper.codec is not None and not self.holds(state)
+        if not self._is_affordable(dropper.codec):
+            return False
         wanted = state.settings.budget.tokens(committed) if dropper.drops else committed
         return self.pool(dropper.codec).available() >= wanted
 
@@ -84,10 +102,12 @@ class PackedViews:
             slots: int32 ``[T]``, slots of the KV pool of positions ``0 .. T - 1``.
 
         Returns:
-            False if the pool has no room: nothing has changed then.
+            False if the pool has no room or there is no memory for it: nothing has changed then.
         """
         codec = state.dropper.codec
         assert codec is not None and not self.holds(state)
+        if not self._is_affordable(codec):
+            return False
         pool = self.pool(codec)
         packed = pool.alloc(max(view.kept))
         if packed is None:

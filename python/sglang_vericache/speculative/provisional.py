@@ -8,7 +8,7 @@ drafted meanwhile is verified like every draft. Nothing provisional is ever kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,7 @@ class _Job:
 
     @property
     def is_done(self) -> bool:
-        most = min(MAX_PROPOSALS, self.req.sampling_params.max_new_tokens)
-        return len(self.proposals) >= most
+        return len(self.proposals) >= _most_proposals(self.req)
 
 
 class Provisional:
@@ -99,62 +98,69 @@ class Provisional:
         assert cache.spans is not None
         self._worker, self._cache, self._store = worker, cache, cache.spans
         self._requests, self._config, self._counters = requests, config, counters
-        self._jobs: dict[Hashable, _Job] = {}
+        self._asked: set[Req] = set()
+        self._jobs: dict[Req, _Job] = {}
         pool = worker.model_runner.token_to_kv_pool
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         self._buffers = [pool.get_kv_buffer(layer) for layer in layers]
         self._device = self._buffers[0][0].device
         cache.give_up_room = self.stop_all
+        cache.starting = self.stop
 
     def ask(self, req: Req) -> None:
         """Begin to read the copy for a request that has just begun to wait for a store."""
         choices = choices_of(req, self._config)
-        if choices.limit == 0 or choices.unverified or req.output_ids:
-            return
+        gate = self._config.min_context if self._config.draft_len is None else 0
         prompt = req.origin_input_ids
+        if choices.limit == 0 or choices.unverified or req.output_ids or len(prompt) < gate:
+            return
+        if req in self._asked or _most_proposals(req) == 0:
+            return
         names = self._store.names(prompt[: len(prompt) - 1], req.extra_key, req.cache_salt)
         if names:
-            self._store.request(req.cache_request_handle, names)
+            self._asked.add(req)
+            self._store.request(req, req.cache_request_handle, names)
 
     def step(self, waiting: Sequence[Req]) -> None:
         """Take what arrived, end jobs whose full KV is there, and run one pass for the others."""
-        arrived = self._store.arrived()
-        if not arrived and not self._jobs:
+        if not self._asked:
             return
         loading = {
-            req.cache_request_handle: req
-            for req in waiting
-            if self._cache.has_ongoing_prefetch(req.cache_request_handle)
+            req for req in waiting if self._cache.has_ongoing_prefetch(req.cache_request_handle)
         }
-        for handle in [handle for handle in self._jobs if handle not in loading]:
-            self._stop(handle)
-        for handle, copy in arrived:
-            if handle in loading and handle not in self._jobs:
-                self._start(loading[handle], copy)
+        for req in self._asked - loading:
+            self.stop(req)
+        for req, copy in self._store.arrived():
+            if req in self._asked:
+                self._start(req, copy)
         self._run([job for job in self._jobs.values() if not job.is_done])
 
+    def stop(self, req: Req) -> None:
+        """End the job of a request, if it has one; proposals made so far stay."""
+        if req in self._asked:
+            self._asked.remove(req)
+            self._store.cancel(req)
+        job = self._jobs.pop(req, None)
+        if job is not None:
+            self._cache.take_back(req)
+            self._requests.propose(req, job.proposals)
+
     def stop_all(self) -> None:
-        """Give back all slots; proposals made so far stay."""
-        for handle in list(self._jobs):
-            self._stop(handle)
+        """Give back all slots."""
+        for req in list(self._jobs):
+            self.stop(req)
 
     def _start(self, req: Req, copy: CompressedCopy) -> None:
         rest = len(req.origin_input_ids) - copy.length
-        if rest > MAX_REST:
+        if not 0 < rest <= MAX_REST:
             return
-        needed = copy.longest + rest + MAX_PROPOSALS
-        slots = self._cache.lend(req.cache_request_handle, needed)
+        slots = self._cache.lend(req, copy.longest + rest + _most_proposals(req))
         if slots is None:
             return
         copy.write(self._buffers, slots)
-        job = _Job(req, copy.length, copy.counts, slots[: copy.longest], slots[copy.longest :])
-        self._jobs[req.cache_request_handle] = job
+        own, later = slots[: copy.longest], slots[copy.longest :]
+        self._jobs[req] = _Job(req, copy.length, copy.counts, own, later)
         self._counters.provisional += 1
-
-    def _stop(self, handle: Hashable) -> None:
-        job = self._jobs.pop(handle)
-        self._cache.take_back(handle)
-        self._requests.propose(job.req, job.proposals)
 
     def _run(self, jobs: Sequence[_Job]) -> None:
         """One pass: the next rows of every job; the last row of a complete prompt drafts."""
@@ -247,6 +253,12 @@ class Provisional:
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).to(self._device)
+
+
+def _most_proposals(req: Req) -> int:
+    """Drafts worth having: the first token of an answer comes from its prefill anyway."""
+    wanted: int = req.sampling_params.max_new_tokens
+    return 0 if wanted <= 1 else min(MAX_PROPOSALS, wanted)
 
 
 def _row_params(reqs: Sequence[Req], device: torch.device) -> RowParams:

@@ -83,6 +83,7 @@ class Tiers:
         if self._cache.is_offloaded(state.req) and not self._bring(state.req):
             state.has_view = True  # the view it has will do
             return
+        self._cache.await_copy(state.req)  # one may have begun ahead
         offloads = self._wants(state.req, state.limit)
         self._counters.returns += state.req in self._cache.holdings and not offloads
         self._cache.keep(state.req)  # the copy of its last view is not read any more
@@ -303,7 +304,7 @@ class Tiers:
             return
         tokens = [*req.origin_input_ids, *req.output_ids][: view.length]
         names = spans.names(tokens, req.extra_key, req.cache_salt)
-        if names and not spans.is_known(names):
+        if names and spans.wants(names):
             on_host = DraftView(tuple(lists.cpu() for lists in view.layers), view.length)
             spans.publish(names, on_host, *self._chooser.listed(state, view))
 
