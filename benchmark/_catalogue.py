@@ -52,11 +52,11 @@ class Answer:
         if self.ids != expected.ids[:end]:
             pairs = enumerate(zip(self.ids, expected.ids, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), None)
-            return f"{len(self.ids)} instead of {end} tokens, unlike from token {at}"
+            return f"{len(self.ids)} tokens for {end}, unlike from token {at}"
         if self.logprobs != expected.logprobs[:end]:
             pairs = enumerate(zip(self.logprobs, expected.logprobs, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), None)
-            return f"{len(self.logprobs)} instead of {end} logprobs, unlike from logprob {at}"
+            return f"{len(self.logprobs)} logprobs for {end}, unlike from logprob {at}"
         if not self.is_cut and (self.text, self.finish) != (expected.text, expected.finish):
             return f"{self.text!r}, {self.finish} instead of {expected.text!r}, {expected.finish}"
         return None

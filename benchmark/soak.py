@@ -117,6 +117,7 @@ def _engine(args: argparse.Namespace, model: Path, store: str) -> Engine:
         *("--vericache-draft-len", str(args.draft_len)),
         *("--vericache-settings", json.dumps({"min_tokens": 16, "window": 16})),
         *("--max-total-tokens", str(args.cap), "--hicache-ratio", str(args.host_ratio)),
+        *("--vericache-packed-tokens", str(args.cap // 4)),
         *(("--page-size", "64") if args.tier == "remote" else ()),
     )
     path = os.pathsep.join(filter(None, [str(SABOTEUR), os.environ.get("PYTHONPATH")]))
@@ -143,7 +144,8 @@ async def _soak(
         say(f"{sum(len(c.requests) for c in conversations)} references")
         await _touch(client, conversations)
         say("both pools have been written to")
-        traffic = Traffic(client, conversations, args.seed, names(), args.draft_len)
+        compressors = [*names(), "snapkv+int4"]
+        traffic = Traffic(client, conversations, args.seed, compressors, args.draft_len)
         watched = await _load(server, client, traffic, args)
     return _report(traffic, watched, args), _faults(traffic, watched, args)
 

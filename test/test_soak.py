@@ -29,14 +29,14 @@ def test_what_is_equal(answer):
     [
         (replace(EXPECTED, ids=(5, 6, 8)), "unlike from token 2"),
         (replace(EXPECTED, logprobs=(-0.1, -0.20000001, -0.3)), "unlike from logprob 1"),
-        (replace(EXPECTED, ids=(5, 6), logprobs=(-0.1, -0.2)), "2 instead of 3 tokens"),
-        (replace(EXPECTED, logprobs=(-0.1, -0.2)), "2 instead of 3 logprobs"),
+        (replace(EXPECTED, ids=(5, 6), logprobs=(-0.1, -0.2)), "2 tokens for 3"),
+        (replace(EXPECTED, logprobs=(-0.1, -0.2)), "2 logprobs for 3"),
         (replace(EXPECTED, text="abd"), "'abd'"),
         (replace(EXPECTED, finish={"type": "stop", "matched": 7}), "stop"),
         (cut(2, ids=(5, 5)), "unlike from token 1"),
         (cut(2, logprobs=(-0.1, -0.1)), "unlike from logprob 1"),
-        (cut(2, logprobs=(-0.1,)), "1 instead of 2 logprobs"),
-        (cut(3, ids=(5, 6, 7, 8)), "4 instead of 3 tokens"),
+        (cut(2, logprobs=(-0.1,)), "1 logprobs for 2"),
+        (cut(3, ids=(5, 6, 7, 8)), "4 tokens for 3"),
     ],
 )
 def test_what_is_not(answer, words):

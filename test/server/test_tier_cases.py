@@ -89,6 +89,7 @@ def test_a_pool_smaller_than_one_request(compressor, server, off, make_corpus):
     try:
         found = server.answer(long)
     except RequestFailed as refused:
+        print("REFUSED", refused)
         assert "memory" in refused.text or "length" in refused.text, refused.text
     else:
         print("FINISH", found.finish, len(found.ids), found.meta)
