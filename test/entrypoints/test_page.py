@@ -25,6 +25,14 @@ USAGE = {
 }
 
 
+PACKED = {"int4": {"tokens": 5000, "bytes": 33_000_000, "used": 2000}}
+STORE = {
+    **{"identity": "ab", "queried": 90, "found": 70, "read": 60, "written": 5},
+    **{"bytes_read": 8_000_000, "bytes_written": 700_000},
+    **{"seconds": {"read": 0.5}, "errors": {"read_corrupt": 2}},
+}
+
+
 class Manager:
     """Stands in for the tokenizer manager."""
 
@@ -40,15 +48,19 @@ class Manager:
             rid="request-a", origin_input_ids=[1] * 900, output_ids=[2], finished=lambda: False
         )
         state = SimpleNamespace(req=req, drafts=[7, 8], limit=16, view_kept=90.4, view_length=880)
-        tiers = SimpleNamespace(usage=lambda: USAGE) if self.tier != "resident" else None
+        resident = self.tier == "resident"
+        tiers = None if resident else SimpleNamespace(usage=lambda: USAGE)
         worker = SimpleNamespace(
             counters=counters,
             requests=[state],
             planner=Planner.fixed(8),
             tiers=tiers,
-            chooser=SimpleNamespace(packed=SimpleNamespace(usage=dict)),
+            chooser=SimpleNamespace(
+                packed=SimpleNamespace(usage=dict if resident else PACKED.copy)
+            ),
         )
-        return [{"vericache": {"kernels": "cpu", **status.worker_status(worker)}}]
+        storage = {"storage": None if resident else STORE}
+        return [{"vericache": {"kernels": "cpu", **storage, **status.worker_status(worker)}}]
 
 
 @pytest.fixture
@@ -89,6 +101,7 @@ def test_it_draws_both_tiers_and_the_rings(serve):
         *("compressed copies 4K", "cached 5K", "free 1.4K", "in use 48K"),
         *("7 requests offloaded, 1 staged", "Device slots reserved for copies", "request-a"),
         *("90 of 880", "2 of 16", "75.0 %", "tier host", "360K"),
+        *("Packed int4", "copies 2K", "Store", "8M", "read_corrupt 2"),
     ):
         assert shown in page, shown
     assert "no answer" not in page
@@ -99,6 +112,7 @@ def test_without_a_host_tier_there_is_none_to_draw(serve):
     page = text_of(serve(Manager("resident")))
     assert "Verify passes booked" in page and "Acceptance by place" in page
     assert "compressed copies" not in page and "no answer" not in page
+    assert "Packed" not in page and "Store" not in page
 
 
 @needs_chromium
