@@ -80,21 +80,14 @@ def test_cancelled_sharers_corrupt_nobody(dtype, server, off, make_corpus):
 @HOST
 @pytest.mark.parametrize("compressor", ["snapkv", "snapkv-per-head"])
 def test_a_pool_smaller_than_one_request(compressor, server, off, make_corpus):
-    """K12: what cannot fit ends early with a reason; the next request works."""
+    """K12: what outgrows the pool, or cannot enter it, gets an error; the next request works."""
     corpus = make_corpus()
     vericache = {"compressor": compressor, "draft_len": 4}
     context = TIER_TOKENS - 80
     long = Ask(tuple(corpus.prompt(context)), TIER_TOKENS, vericache)
     short = Ask(tuple(corpus.prompt(CONTEXT)), 12, vericache)
-    try:
-        found = server.answer(long)
-    except RequestFailed as refused:
-        print("REFUSED", refused)
-        assert "memory" in refused.text or "length" in refused.text, refused.text
-    else:
-        print("FINISH", found.finish, len(found.ids), found.meta)
-        assert found.finish["type"] in ("length", "abort")
-        assert 0 < len(found.ids) < TIER_TOKENS - context
+    with pytest.raises(RequestFailed, match="Out of memory"):
+        server.answer(long)
     with pytest.raises(RequestFailed, match="length") as refused:
         server.ask(corpus.prompt(TIER_TOKENS), 4)
     assert refused.value.status == 400
