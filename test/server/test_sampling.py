@@ -73,8 +73,9 @@ def test_samples_are_distributed_as_plain_ones(temperature, server, tokenizer):
     text = "Heads or tails?\nheads tails tails heads heads tails heads tails tails tails heads"
     prompt = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     _, expected = draw(server, prompt, temperature, {"enabled": False})
-    common = [run for run, count in expected.most_common() if count >= 8]
-    assert len(common) >= 3, "nearly one outcome"
+    # Of its own each run that came often enough for chi-square, all others together.
+    common = [run for run, count in expected.most_common() if count >= 5]
+    assert len(common) >= 2, "nearly one outcome"
 
     def table(counts):
         kept = [counts[run] for run in common]
