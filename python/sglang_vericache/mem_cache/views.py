@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 
+def gather_listed(buffer: Tensor, lists: Tensor) -> Tensor:
+    """Rows of a pool that the lists of one layer name.
+
+    Args:
+        buffer: ``[slots, HKV, D]``.
+        lists: int64 ``[Hs, n]`` slots; one list for all heads, or one for each.
+
+    Returns:
+        ``[n, HKV, D]``.
+    """
+    if lists.shape[0] == 1:
+        return buffer[lists[0]]
+    heads = torch.arange(lists.shape[0], device=lists.device)[:, None]
+    return buffer[lists, heads].transpose(0, 1)
+
+
 class ViewStore:
     """Slot lists of all running requests.
 
@@ -153,12 +169,7 @@ class ViewStore:
             count = self._kept[row][layer]
             source, target = lists[:, :count].long(), slots[:count]
             for buffer in pool.get_kv_buffer(pool.start_layer + layer):
-                # [Hv, n] lists pick a head each, or one list all heads.
-                if source.shape[0] == 1:
-                    buffer[target] = buffer[source[0]]
-                else:
-                    heads = torch.arange(source.shape[0], device=source.device)[:, None]
-                    buffer[target] = buffer[source, heads].transpose(0, 1)
+                buffer[target] = gather_listed(buffer, source)
             lists[:, :count] = target.int()
 
     def longest(self, row: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from sgl_kernel_ext import CODECS
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.packed import PackedPool
-from sglang_vericache.mem_cache.views import ViewStore
+from sglang_vericache.mem_cache.views import ViewStore, gather_listed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -115,7 +115,7 @@ class PackedViews:
         for layer, positions in enumerate(view.layers):
             lists = slots[positions.long()].long()
             buffers = self._kv.get_kv_buffer(self._kv.start_layer + layer)
-            keys, values = (_gather(buffer, lists) for buffer in buffers)
+            keys, values = (gather_listed(buffer, lists) for buffer in buffers)
             pool.write(layer, keys, values, packed[: lists.shape[1]])
         self._store.put_elsewhere(state.row, view, packed, self._numbers[codec])
         self._held[state.serial] = Held(state, codec, packed, state.row)
@@ -152,11 +152,3 @@ class PackedViews:
         """Raise ``AssertionError`` unless every slot is free or held, and not both."""
         for codec, pool in self._pools.items():
             pool.check_integrity(h.slots for h in self._held.values() if h.codec == codec)
-
-
-def _gather(buffer: Tensor, lists: Tensor) -> Tensor:
-    """Rows ``[n, HKV, D]`` of slots ``[Hs, n]``: one list for all heads, or one for each."""
-    if lists.shape[0] == 1:
-        return buffer[lists[0]]
-    heads = torch.arange(lists.shape[0], device=lists.device)[:, None]
-    return buffer[lists, heads].transpose(0, 1)

@@ -12,7 +12,7 @@ from sgl_kernel_ext import key_scores
 from sglang_vericache.compressors import LayerContext, compress, create, names
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
-from sglang_vericache.mem_cache.views import ViewStore
+from sglang_vericache.mem_cache.views import ViewStore, gather_listed
 from sglang_vericache.speculative.packed_views import PackedViews
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class ViewChooser:
         values: list[Tensor] = []
         for layer, positions in enumerate(view.layers):
             lists = slots[positions.long()].long()
-            heads = torch.arange(len(lists), device=lists.device)[:, None]
             buffers = self.pool.get_kv_buffer(self.pool.start_layer + layer)
             for buffer, rows in zip(buffers, (keys, values), strict=True):
-                listed = buffer[lists].flatten(2) if len(lists) == 1 else buffer[lists, heads]
-                rows.append(listed.cpu())
+                listed = gather_listed(buffer, lists)
+                by_list = listed.flatten(1)[None] if len(lists) == 1 else listed.transpose(0, 1)
+                rows.append(by_list.cpu())
         return keys, values
 
     def _layers(self, state: RequestState, slots: Tensor) -> Iterator[LayerContext]:
