@@ -10,7 +10,7 @@ from _simulation import Pool, Request
 from sglang_vericache.scheduler import Planner
 
 # As in speculative/tiers.py.
-LOW_WATER = 0.25
+LOW_WATER, HIGH_WATER = 0.25, 0.5
 # Largest --vericache-max-draft-len.
 MAX_DRAFTS = 64
 
@@ -22,27 +22,25 @@ class Policy(ABC):
         name: column of the tables.
         limit: most drafts of a round.
         refused: whether admission has been refused since copies were last arranged.
-        blocks: whether a pass waits for a copy that comes late; otherwise only its request does.
     """
 
     name: str
     limit: int
     refused = False
-    blocks = False
 
     @abstractmethod
     def planner(self) -> Planner:
         """A fresh planner."""
 
     @abstractmethod
-    def admits(self, pool: Pool, newcomer: Request) -> bool:
+    def admits(self, pool: Pool, newcomer: Request, planner: Planner) -> bool:
         """Whether a request may start now; may mark it ``offloaded`` from the start."""
 
-    def leaves(self, pool: Pool, request: Request) -> bool:
+    def leaves(self, pool: Pool, request: Request, planner: Planner) -> bool:
         """Whether a resident request that is about to draft gives its full KV to the host."""
         return False
 
-    def recall(self, pool: Pool) -> None:  # noqa: B027
+    def recall(self, pool: Pool, planner: Planner) -> None:  # noqa: B027
         """Have residents choose a view anew, and so perhaps leave."""
 
 
@@ -54,7 +52,7 @@ class Full(Policy):
     def planner(self) -> Planner:
         return Planner.fixed(0)
 
-    def admits(self, pool: Pool, newcomer: Request) -> bool:
+    def admits(self, pool: Pool, newcomer: Request, planner: Planner) -> bool:
         return pool.unpromised >= newcomer.prompt + newcomer.wanted + 1
 
 
@@ -87,7 +85,7 @@ class Paper(Policy):
     def planner(self) -> Planner:
         return Planner.fixed(self.limit)
 
-    def admits(self, pool: Pool, newcomer: Request) -> bool:
+    def admits(self, pool: Pool, newcomer: Request, planner: Planner) -> bool:
         residents, offloaded = self.mix
         now = len(pool.offloaded)
         newcomer.copied = newcomer.merges = True
@@ -145,34 +143,55 @@ def best_mix(
 class Ours(Policy):
     """``--vericache-tier auto --vericache-draft-len auto``: mixed by need, draft length by gain."""
 
-    name, limit, blocks = "ours, auto", MAX_DRAFTS, True
+    name, limit = "ours, auto", MAX_DRAFTS
 
     def planner(self) -> Planner:
         return Planner.adaptive(self.limit)
 
-    def admits(self, pool: Pool, newcomer: Request) -> bool:
+    def admits(self, pool: Pool, newcomer: Request, planner: Planner) -> bool:
         size = newcomer.prompt + newcomer.wanted + 1
-        fits = pool.unpromised >= size + self._reserve(pool, newcomer)
+        fits = pool.unpromised >= size + self._reserve(pool, newcomer, planner)
         self.refused |= not fits
         return fits
 
-    def leaves(self, pool: Pool, request: Request) -> bool:
-        return self._is_low(pool)
+    def leaves(self, pool: Pool, request: Request, planner: Planner) -> bool:
+        return self._may_leave(pool, request.reload, planner)
 
-    def recall(self, pool: Pool) -> None:
+    def recall(self, pool: Pool, planner: Planner) -> None:
+        leaving = 0
         for request in pool.running:
             between_rounds = request.has_view and not request.drafted
-            if between_rounds and not request.offloaded and self.leaves(pool, request):
+            if not between_rounds:
+                continue
+            if request.offloaded:
+                if self._comes_back(pool, request, planner):
+                    request.offloaded = request.staged = False
+                    return
+                continue
+            if self._may_leave(pool, leaving + request.reload, planner):
+                leaving += request.reload
                 request.has_view = False
 
-    def _is_low(self, pool: Pool) -> bool:
-        return self.refused or pool.free < LOW_WATER * pool.capacity
+    def _may_leave(self, pool: Pool, tokens: int, planner: Planner, newcomer: int = 0) -> bool:
+        if pool.free - newcomer < (self.limit + 1) * len(pool.running):
+            return True
+        return self._is_low(pool, newcomer) and planner.carries(tokens)
 
-    def _reserve(self, pool: Pool, newcomer: Request) -> int:
+    def _comes_back(self, pool: Pool, request: Request, planner: Planner) -> bool:
+        left = pool.free - (0 if request.staged else request.prompt)
+        return not self.refused and left > pool.capacity * (
+            LOW_WATER if planner.link_busy() > 1 else HIGH_WATER
+        )
+
+    def _is_low(self, pool: Pool, newcomer: int = 0) -> bool:
+        return self.refused or pool.free - newcomer < LOW_WATER * pool.capacity
+
+    def _reserve(self, pool: Pool, newcomer: Request, planner: Planner) -> int:
         offloaded = pool.offloaded
         if not offloaded:
             return 0
-        gives_back = newcomer.prompt - newcomer.kept if self._is_low(pool) else 0
+        leaves = self._may_leave(pool, newcomer.reload, planner, newcomer.prompt)
+        gives_back = (newcomer.prompt - newcomer.kept) * leaves
         return max(0, max(newcomer.prompt, *(r.prompt for r in offloaded)) - gives_back)
 
 
@@ -191,5 +210,5 @@ class Resident(Policy):
         adaptive = self._drafts is None
         return Planner.adaptive(self.limit) if adaptive else Planner.fixed(self.limit)
 
-    def admits(self, pool: Pool, newcomer: Request) -> bool:
+    def admits(self, pool: Pool, newcomer: Request, planner: Planner) -> bool:
         return pool.unpromised >= newcomer.prompt + newcomer.wanted + 1

@@ -200,7 +200,7 @@ class Simulation:
         link = Link(self.server.token_seconds, self._room())
         states = [self._state(request) for request in running]
         planned = self.planner.plan(states, link)
-        self.policy.recall(self.pool)
+        self.policy.recall(self.pool, self.planner)
         for request, action in zip(running, planned, strict=True):
             if action is Action.DRAFT and not request.has_view:
                 self._choose_view(request)
@@ -214,7 +214,7 @@ class Simulation:
         return self.pool.free + sum(r.reload for r in self.pool.running if r.staged)
 
     def _admit(self) -> None:
-        while self.queue and self.policy.admits(self.pool, self.queue[0]):
+        while self.queue and self.policy.admits(self.pool, self.queue[0], self.planner):
             self.pool.running.append(self.queue.popleft())
         if not self.pool.running:
             raise RuntimeError(f"request {self.queue[0].rid} does not fit {self.pool.capacity}")
@@ -234,8 +234,9 @@ class Simulation:
     def _choose_view(self, request: Request) -> None:
         request.has_view = True
         fits = self.pool.free >= request.kept
-        if fits and not request.offloaded and self.policy.leaves(self.pool, request):
+        if fits and not request.offloaded and self.policy.leaves(self.pool, request, self.planner):
             request.offloaded = True
+            self.planner.leaves(request.rid, request.reload)
         request.staged = False
 
     def _arrange(
@@ -267,9 +268,12 @@ class Simulation:
                 self.outcome.late += 1
             else:
                 waiting.append(i)
-        late = [] if self.policy.blocks else [i for i in due if self._is_late(running[i])]
+        late = [i for i in due if i not in waiting and self._is_late(running[i])]
         for i in (*waiting, *late):
-            actions[i] = Action.WAIT
+            may_draft = running[i].drafted < min(self.policy.limit, running[i].left - 1)
+            actions[i] = Action.DRAFT if may_draft else Action.WAIT
+        if late and all(action is Action.WAIT for action in actions):
+            actions[min(late, key=lambda i: running[i].arrives)] = Action.VERIFY
         if not waiting:
             self.outcome.ahead += sum(self._stage(r) for r in ahead if not r.staged)
         self._note_waiting([running[i].rid for i in waiting])

@@ -124,11 +124,12 @@ class Counters:
     token of a draft) that were verified and that were accepted. ``kv_bytes_read`` counts attention
     reads of both kinds of row. ``offloads`` counts requests whose full KV was left to the host,
     ``stages`` their verify passes that nothing was copied ahead for, ``staged_tokens`` what those
-    copied, ``copied_ahead`` what was copied for passes to come, and ``waits`` the iterations a
-    request waited for room; ``host_reads`` counts tokens read in host memory by verify passes
-    instead, and ``returns`` the offloaded requests that came back to stay on the device.
-    ``provisional`` counts requests that drafted while their full KV was on its way from a store,
-    and ``proposed`` those drafts. ``unpacked`` counts views that found no room in a packed pool.
+    copied, ``copied_ahead`` what was copied for passes to come; ``waits`` the iterations in which a
+    request that should verify found no room, and ``late`` those in which its copy was not there.
+    ``host_reads`` counts tokens read in host memory by verify passes instead, and ``returns`` the
+    offloaded requests that came back to stay on the device. ``provisional`` counts requests that
+    drafted while their full KV was on its way from a store, and ``proposed`` those drafts.
+    ``unpacked`` counts views that found no room in a packed pool.
     """
 
     drafted: int = 0
@@ -141,6 +142,7 @@ class Counters:
     staged_tokens: int = 0
     copied_ahead: int = 0
     waits: int = 0
+    late: int = 0
     host_reads: int = 0
     returns: int = 0
     provisional: int = 0

@@ -77,6 +77,7 @@ def test_state_of_the_ranks():
         "staged_tokens": 0,
         "copied_ahead": 0,
         "waits": 0,
+        "late": 0,
         "host_reads": 0,
         "returns": 0,
         "provisional": 0,

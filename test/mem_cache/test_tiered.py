@@ -310,7 +310,8 @@ def test_a_prefill_waits_for_a_copy_ahead():
     model.check()
 
 
-def test_a_verify_pass_waits_for_the_copy_of_another():
+@pytest.mark.parametrize("begun", [True, False], ids=["runs", "queued"])
+def test_a_verify_pass_waits_for_the_copy_of_another(begun):
     model, ids = Model(1), list(range(1, 30))
     first = host_only(model, ids)
     model.stage(first)
@@ -324,10 +325,24 @@ def test_a_verify_pass_waits_for_the_copy_of_another():
     model.evict(SLOTS)
     stream = model.cache.cache_controller.l2_transfer_engine.host_to_device_stream
     stream.launch(lambda: time.sleep(0.05))
-    assert model.cache.copy_ahead([first]) > 0
+    assert model.cache.copy_ahead([first]) > 0 if begun else model.cache.stage(first) > 0
     assert model.cache.stage(second) == 0, "precondition: another's copy brings it"
-    assert model.cache.start_copies() < 0
+    assert (model.cache.start_copies() < 0) == begun
+    assert model.cache.holdings[second].copied_by == model.cache.holdings[first].copied_by >= 0
     model.verify(second)
+
+
+def test_how_long_a_copy_still_takes():
+    model, ids = Model(1), list(range(1, 30))
+    first = host_only(model, ids)
+    assert model.cache.copy_seconds_left(first) == 0.0, "nothing was begun"
+    stream = model.cache.cache_controller.l2_transfer_engine.host_to_device_stream
+    stream.launch(lambda: time.sleep(0.05))
+    model.cache.token_seconds = 1.0
+    tokens = model.cache.copy_ahead([first])
+    assert 0.5 * tokens < model.cache.copy_seconds_left(first) <= tokens
+    stream.synchronize()
+    assert model.cache.copy_seconds_left(first) == 0.0, "it took less than expected"
 
 
 def test_a_host_pool_without_room_leaves_everything_resident():

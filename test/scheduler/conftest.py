@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from sglang_vericache.core import Action, DraftState
-from sglang_vericache.scheduler import Planner, Work
+from sglang_vericache.scheduler import Link, Planner, Work
 
 Agreement = Callable[[int], float]
 """Agreement of the draft token at an output position."""
@@ -60,7 +60,8 @@ class Request:
 class Simulation:
     """Runs a planner on ``machine(work, **costs)``; ``seconds`` and ``tokens`` are totals."""
 
-    def __init__(self, planner: Planner, **costs: float):
+    def __init__(self, planner: Planner, link: Link | None = None, **costs: float):
+        self.link = link
         self.planner, self.costs, self.random = planner, costs, random.Random(0)
         self.requests: list[Request] = []
         self.seconds = 0.0
@@ -77,7 +78,7 @@ class Simulation:
     def step(self) -> None:
         running = [r for r in self.requests if r.output < r.remaining]
         states = [request.state() for request in running]
-        actions = self.planner.plan(states)
+        actions = self.planner.plan(states, self.link)
         self.planner.revise(
             actions,
             sum(r.load for r, a in zip(running, actions, strict=True) if a is Action.VERIFY),

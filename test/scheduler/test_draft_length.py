@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_vericache.core import DraftState
-from sglang_vericache.scheduler import AdaptiveLength, CostModel, FixedLength, Planner
+from sglang_vericache.scheduler import AdaptiveLength, CostModel, FixedLength, Link, Planner
 from sglang_vericache.scheduler.agreement import Agreement, Confidence
 from sglang_vericache.scheduler.draft_length import (
     LOSS_SHARE,
@@ -80,14 +80,18 @@ def test_long_contexts_in_a_batch_gain(simulation):
 
 
 def test_requests_whose_kv_is_far_draft_longer(simulation):
-    def mean_length(load):
-        server = simulation(Planner.adaptive(32), loaded_key=6e-6)
+    """As long as the link is busy; one that is hardly used costs nobody anything."""
+
+    def mean_length(load, seconds=6e-6):
+        link = Link(token_seconds=seconds, room=100_000)
+        server = simulation(Planner.adaptive(32), link, loaded_key=seconds)
         requests = server.add(8, 0.97, load=load)
         server.run(400)
         rounds = [drafted for r in requests for drafted, _ in r.rounds[-10:]]
         return sum(rounds) / len(rounds)
 
     assert mean_length(6000) > 1.5 * mean_length(0) > 0
+    assert mean_length(6000, seconds=1e-8) < 1.2 * mean_length(0)
 
 
 def test_rounds_end_at_close_calls(simulation):
@@ -168,7 +172,7 @@ def test_no_flapping_at_break_even():
     assert 1.0 < best_length(p, price, 8)[1] < 1.05
     for before in (False, True):
         length = AdaptiveLength(8, CostModel())
-        length.price = lambda request, batch: price
+        length.price = lambda *_: price
         length.agreement = lambda rid: p if rid == "now" else 0.9
         request = DraftState("now", context=1000, view=100, drafted=0, limit=100)
         if before:
@@ -185,7 +189,7 @@ def test_loss_is_bounded_whatever_the_target_answers(data):
     length = AdaptiveLength(16, CostModel())
     spent = plain = 0.0
     price = 0.3
-    length.price = lambda request, batch: price
+    length.price = lambda *_: price
     for _ in range(data.draw(st.integers(1, 60))):
         price = data.draw(st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.5]))
         limit = data.draw(st.integers(0, 20))
@@ -203,7 +207,7 @@ def test_loss_is_bounded_whatever_the_target_answers(data):
 def test_gained_credit_is_capped():
     """A long good run does not pay for a long bad one: losing needs at most the maximum credit."""
     length = AdaptiveLength(16, CostModel())
-    length.price = lambda request, batch: 0.2
+    length.price = lambda *_: 0.2
     request = DraftState("a", context=5000, view=500, drafted=0, limit=100)
     for _ in range(200):
         k = length.choose(request, 1).longest

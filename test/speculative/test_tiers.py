@@ -7,10 +7,12 @@ import pytest
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Action, Counters
 from sglang_vericache.platform import bootstrap
+from sglang_vericache.scheduler import Planner
 
 bootstrap.install()
 
-from sglang_vericache.speculative.tiers import PATIENCE, Tiers  # noqa: E402
+from sglang_vericache.speculative.staging import PATIENCE  # noqa: E402
+from sglang_vericache.speculative.tiers import Tiers  # noqa: E402
 
 SIZE = 100
 DRAFT, VERIFY, WAIT = Action.DRAFT, Action.VERIFY, Action.WAIT
@@ -21,7 +23,7 @@ class Tree:
 
     def __init__(self, slots):
         self.slots, self.holdings, self.stuck, self.refused = slots, {}, set(), False
-        self.finished_copies = 0
+        self.finished_copies, self.started, self.left, self.queued = 0, 0, {}, []
 
     def is_offloaded(self, req):
         return req in self.holdings and not self.holdings[req].staged
@@ -30,6 +32,7 @@ class Tree:
         if SIZE * (1 + sum(held.staged for held in self.holdings.values())) > self.slots:
             return None
         self.holdings[req].staged = True
+        self.queued.append(self.holdings[req])
         return SIZE
 
     def may_read_host(self, req):
@@ -42,7 +45,16 @@ class Tree:
         self.finished_copies += 1
 
     def start_copies(self):
-        return -1
+        for holding in self.queued:
+            holding.copied_by = self.started
+        index, self.queued = (self.started if self.queued else -1), []
+        return index
+
+    def comes_with(self, req, index):
+        return 0 <= index == self.holdings[req].copied_by
+
+    def copy_seconds_left(self, req):
+        return self.left.get(req, 0.0)
 
     def await_copy(self, req):
         pass
@@ -72,23 +84,21 @@ def setup():
             for i in range(requests)
         ]
         for state in states:
-            tree.holdings[state.req] = SimpleNamespace(staged=False)
-        return (
-            Tiers(tree, None, VeriCacheConfig(tier="host", staging="copy"), Counters()),
-            tree,
-            states,
-        )
+            tree.holdings[state.req] = SimpleNamespace(staged=False, copied_by=-1)
+        config = VeriCacheConfig(tier="host", staging="copy")
+        tiers = Tiers(tree, None, config, Planner.fixed(1), Counters())
+        return tiers.staging, tree, states
 
     return make
 
 
 def test_who_waited_longest_goes_first(setup):
     """k = 1, three requests, room for one: nobody starves."""
-    tiers, tree, states = setup(3, SIZE)
+    staging, tree, states = setup(3, SIZE)
     verified = {0: 0, 1: 0, 2: 0}
     for _ in range(30):
         wanted = [VERIFY if state.drafts else DRAFT for state in states]
-        actions, *_ = tiers.arrange(states, wanted, ())
+        actions, *_ = staging.arrange(states, wanted, ())
         for state, action in zip(states, actions, strict=True):
             if action is VERIFY:
                 verified[state.serial] += 1
@@ -100,55 +110,82 @@ def test_who_waited_longest_goes_first(setup):
 
 
 def test_room_that_comes_back_is_no_reason_to_retract(setup):
-    tiers, tree, states = setup(2, SIZE)
-    actions, loaded, *_ = tiers.arrange(states, [VERIFY, VERIFY], ())
+    staging, tree, states = setup(2, SIZE)
+    actions, loaded, *_ = staging.arrange(states, [VERIFY, VERIFY], ())
     assert actions == [VERIFY, WAIT] and loaded == SIZE
     assert not tree.stuck and tree.finished_copies == 1
 
 
 def test_nobody_can_go_on(setup):
-    tiers, tree, states = setup(3, SIZE - 1)
-    actions, loaded, *_ = tiers.arrange(states, [VERIFY, VERIFY, DRAFT], ())
+    staging, tree, states = setup(3, SIZE - 1)
+    actions, loaded, *_ = staging.arrange(states, [VERIFY, VERIFY, DRAFT], ())
     assert actions == [WAIT, WAIT, DRAFT] and loaded == 0
     assert tree.stuck == {states[0].req, states[1].req}
     assert tree.finished_copies == 1, "copies are waited for once an iteration"
 
 
 def test_a_copy_ahead_is_not_released_and_takes_no_room_from_who_waits(setup):
-    tiers, tree, states = setup(2, 2 * SIZE)
-    tiers.arrange(states, [DRAFT, DRAFT], {1})
+    staging, tree, states = setup(2, 2 * SIZE)
+    staging.arrange(states, [DRAFT, DRAFT], {1})
     assert tree.holdings[states[1].req].staged and not tree.holdings[states[0].req].staged
-    tiers.arrange(states, [DRAFT, DRAFT], {1})
+    staging.arrange(states, [DRAFT, DRAFT], {1})
     assert tree.holdings[states[1].req].staged
     tree.slots = SIZE
-    actions, *_ = tiers.arrange(states, [VERIFY, DRAFT], {1})
+    actions, *_ = staging.arrange(states, [VERIFY, DRAFT], {1})
     assert actions[0] is WAIT
     tree.release(states[1].req)
     tree.slots = 0
-    tiers.arrange(states, [VERIFY, DRAFT], {1})
+    staging.arrange(states, [VERIFY, DRAFT], {1})
     assert not tree.holdings[states[1].req].staged
 
 
 def test_plain_decoding_on_staged_kv_yields_after_a_while(setup):
-    tiers, tree, states = setup(2, SIZE)
+    staging, tree, states = setup(2, SIZE)
     plain, _ = states
-    tiers.arrange(states, [VERIFY, DRAFT], ())
+    staging.arrange(states, [VERIFY, DRAFT], ())
     plain.drafts = []
-    history = [tiers.arrange(states, [VERIFY, VERIFY], ()).actions for _ in range(PATIENCE + 1)]
+    history = [staging.arrange(states, [VERIFY, VERIFY], ()).actions for _ in range(PATIENCE + 1)]
     assert history[:PATIENCE] == [[VERIFY, WAIT]] * PATIENCE
     assert history[PATIENCE] == [WAIT, VERIFY]
     assert not tree.stuck
 
 
 def test_only_residents_that_draft_from_less_are_expected_to_leave(setup):
-    tiers, tree, states = setup(2, SIZE - 1)
+    staging, tree, states = setup(2, SIZE - 1)
     resident = states[1]
     del tree.holdings[resident.req]
-    tiers.arrange(states, [VERIFY, VERIFY], ())
+    staging.arrange(states, [VERIFY, VERIFY], ())
     assert not tree.stuck, "the resident will leave its KV to the host"
     resident.dropper.drops = False
-    tiers.arrange(states, [VERIFY, DRAFT], ())
+    staging.arrange(states, [VERIFY, DRAFT], ())
     assert tree.stuck == {states[0].req}
     resident.dropper.codec = "int4"
-    tiers.arrange(states, [VERIFY, DRAFT], ())
+    staging.arrange(states, [VERIFY, DRAFT], ())
     assert not tree.stuck, "its drafts need no slot of the KV pool"
+
+
+def test_who_comes_late_drafts_on_and_holds_up_nobody(setup):
+    staging, tree, states = setup(3, 3 * SIZE)
+    tree.left = {states[0].req: 0.5}
+    wanted = [VERIFY, VERIFY, DRAFT]
+    actions, loaded, copies, _ = staging.arrange(states, wanted, (), {0}, seconds=0.1)
+    assert actions == [DRAFT, VERIFY, DRAFT]
+    assert (loaded, copies) == (SIZE, 0)
+    assert tree.holdings[states[0].req].copied_by == 0, "its pass, later, has to wait for it"
+    actions, *_ = staging.arrange(states, wanted, (), (), seconds=0.1)
+    assert actions[0] is WAIT, "it may draft no more"
+    actions, loaded, *_ = staging.arrange(states, wanted, (), {0}, seconds=0.6)
+    assert actions == wanted and loaded == 0, "what is left of it takes no longer than the pass"
+
+
+def test_with_nothing_else_to_do_the_first_to_come_is_waited_for(setup):
+    staging, tree, states = setup(2, 2 * SIZE)
+    tree.left = {states[0].req: 0.5, states[1].req: 0.4}
+    actions, *_ = staging.arrange(states, [VERIFY, VERIFY], (), (), seconds=0.1)
+    assert actions == [WAIT, VERIFY]
+
+
+def test_who_finds_no_room_drafts_on(setup):
+    staging, _, states = setup(2, SIZE)
+    actions, *_ = staging.arrange(states, [VERIFY, VERIFY], (), {1})
+    assert actions == [VERIFY, DRAFT]

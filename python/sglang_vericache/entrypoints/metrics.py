@@ -23,6 +23,7 @@ TOTALS = {
     "staged_tokens": "Tokens whose KV was copied back from host memory for those.",
     "copied_ahead": "Tokens whose KV was copied back before the pass that needs it was due.",
     "waits": "Iterations that such a request waited for room on the device.",
+    "late": "Iterations that such a request waited for the copy of its full KV.",
     "host_reads": "Tokens of full KV that verify passes read in host memory, copying nothing.",
     "returns": "Requests that left their full KV to host memory and came back for good.",
     "provisional": "Requests that drafted while a store delivered their full KV.",

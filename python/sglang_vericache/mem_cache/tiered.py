@@ -8,11 +8,13 @@ only (``offload``), get them back for one pass (``stage``) and give the device s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, EvictResult
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 NAME = "vericache"
 # Weight of the latest copy in the mean speed of the link.
 LINK_RATE = 0.2
+# Copies to the device that may run at once; stock allows three.
+COPIES = 8
 # Of the device's slots, how many may be lent.
 LENT_SHARE = 0.25
 
@@ -46,7 +50,7 @@ class Holding:
         node: end of the prefix whose host copy it locks.
         host_lock: receipt of that lock.
         staged: whether the prefix is locked on the device now.
-        copied_by: index of the copy that brings it, if that began ahead of the pass.
+        copied_by: index of the copy that brings it, or the last part of it, while that may run.
     """
 
     slots: Tensor
@@ -62,8 +66,13 @@ class TieredCache(UnifiedRadixCache):
     def __init__(self, params: Any):
         super().__init__(params)
         self.holdings: dict[Req, Holding] = {}
-        # Time to copy one token's KV to the device.
+        # Time to copy one token's KV to the device, 0 before it was measured; when the copy of each
+        # index should be complete, and all of them.
         self.token_seconds = 0.0
+        self._arrivals: dict[int, float] = {}
+        self._link_free = 0.0
+        # Whose prefix, or a part of it, comes with the copies that are queued.
+        self._queued: list[Holding] = []
         # How many slots of its prompt a request will leave to the host.
         self.gives_back: Callable[[Req], int] = lambda req: 0
         # Requests that no verify pass can run for until somebody gives up room.
@@ -96,6 +105,10 @@ class TieredCache(UnifiedRadixCache):
         """Set up the host pool; prefixes of any length come back from it."""
         super().init_hicache(server_args, params)
         self.load_back_threshold = 1
+        counter = self.cache_controller.layer_done_counter
+        while len(counter.events) < COPIES:
+            counter.events.append(LayerLoadingEvent(counter.num_layers))
+        counter.num_counters = len(counter.events)
         config = config_of(server_args)
         if config is not None and config.tier == "remote":
             controller = self.cache_controller
@@ -245,8 +258,10 @@ class TieredCache(UnifiedRadixCache):
             if not self.load_back(holding.node):
                 return None
             loaded = len(controller.load_queue[-1].device_indices)
+        # Somebody else's copy may be on its way to these slots, or queued; copies arrive in order.
+        if controller.load_queue:
+            self._queued.append(holding)
         elif controller.ack_load_queue:
-            # Somebody else's copy may be on its way to these slots; copies arrive in order.
             holding.copied_by = controller.layer_done_counter.producer_index
         req.lock = self.lock(holding.node)
         req.skip_radix_cache_insert = False
@@ -295,18 +310,13 @@ class TieredCache(UnifiedRadixCache):
         controller, total = self.cache_controller, 0
         if len(controller.ack_load_queue) + 1 >= controller.layer_done_counter.num_counters:
             return 0  # one is kept for passes that are due
-        begun = []
         for req in reqs:
-            if loaded := self.stage(req):
-                begun.append(self.holdings[req])
-                total += loaded
-        index = self.start_copies()
-        for holding in begun:
-            holding.copied_by = index
+            total += self.stage(req) or 0
+        self.start_copies()
         return total
 
     def await_copy(self, req: Req) -> None:
-        """Hold the current stream until a copy that began ahead is complete."""
+        """Hold the current stream until the copy that brings a request's prefix is complete."""
         holding = self.holdings.get(req)
         if holding is None or holding.copied_by < 0:
             return
@@ -334,14 +344,39 @@ class TieredCache(UnifiedRadixCache):
         counter = controller.layer_done_counter
         following = (counter.producer_index + 1) % counter.num_counters
         counter.events[following].finish_event.synchronize()  # stock only asserts that it is free
-        return int(super().ready_to_load_host_cache())
+        tokens = sum(len(operation.device_indices) for operation in controller.load_queue)
+        index = int(super().ready_to_load_host_cache())
+        self._link_free = max(self._link_free, time.monotonic()) + tokens * self.token_seconds
+        self._arrivals[index] = self._link_free
+        for holding in self._queued:
+            if holding.staged:
+                holding.copied_by = index
+        self._queued.clear()
+        return index
+
+    def comes_with(self, req: Req, index: int) -> bool:
+        """Whether a request's prefix, or a part of it, is brought by that copy."""
+        return 0 <= index == self.holdings[req].copied_by
+
+    def copy_seconds_left(self, req: Req) -> float:
+        """How long the copy that brings a request's prefix should still take."""
+        index = self.holdings[req].copied_by
+        if index < 0:
+            return 0.0
+        counter = self.cache_controller.layer_done_counter
+        if counter.events[index].finish_event.query():
+            return 0.0
+        return max(self._arrivals[index] - time.monotonic(), 0.0)
 
     def loading_check(self, finish_count: int | None = None) -> None:
         """Also measure the link."""
         for ack in self.cache_controller.ack_load_queue[:finish_count]:
             if ack.timing_enabled and ack.num_tokens and ack.finish_event.query():
                 seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
-                self.token_seconds += LINK_RATE * (seconds / ack.num_tokens - self.token_seconds)
+                each = seconds / ack.num_tokens
+                self.token_seconds += (LINK_RATE if self.token_seconds else 1.0) * (
+                    each - self.token_seconds
+                )
         super().loading_check(finish_count)
 
     def finish_copies(self) -> None:

@@ -2,8 +2,9 @@
 
 from sglang_vericache.scheduler.cost_model import CostModel, Work
 from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength, FixedLength, Length
+from sglang_vericache.scheduler.link import Link, LinkLoad
 from sglang_vericache.scheduler.phases import Copy, PhaseWheel
-from sglang_vericache.scheduler.planner import Link, Planner
+from sglang_vericache.scheduler.planner import Planner
 
 __all__ = [
     "AdaptiveLength",
@@ -13,6 +14,7 @@ __all__ = [
     "FixedLength",
     "Length",
     "Link",
+    "LinkLoad",
     "PhaseWheel",
     "Planner",
     "Work",

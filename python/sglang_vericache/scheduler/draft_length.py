@@ -51,17 +51,23 @@ class DraftLength(ABC):
     """Chooses the draft length of each round and learns from its outcome."""
 
     @abstractmethod
-    def choose(self, request: DraftState, batch: int) -> Length:
+    def choose(self, request: DraftState, batch: int, copy_seconds: float = 0.0) -> Length:
         """Length of the round that starts now, at most ``request.limit``.
 
         Args:
             request: with ``drafted == 0``.
             batch: number of running requests, at least 1.
+            copy_seconds: for which the link is busy when it brings the request's full KV.
         """
 
     def extends(self, request: DraftState) -> bool:
         """Whether the round that began should draft one more token."""
         return True
+
+    def overdue(self, rid: Hashable) -> None:  # noqa: B027
+        """The request drafts one more token because its verify pass has to wait; that costs none
+        of its own time.
+        """
 
     def settle(  # noqa: B027
         self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
@@ -82,7 +88,7 @@ class FixedLength(DraftLength):
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def choose(self, request: DraftState, batch: int) -> Length:
+    def choose(self, request: DraftState, batch: int, copy_seconds: float = 0.0) -> Length:
         k = min(self.k, request.limit)
         return Length(k, k)
 
@@ -97,6 +103,7 @@ class _Request:
     gain: float = 1.0
     credit: float = START_CREDIT
     probe_held: bool = False
+    overdue: int = 0
 
 
 class AdaptiveLength(DraftLength):
@@ -121,11 +128,11 @@ class AdaptiveLength(DraftLength):
         self._probe_savings = 0.0
         self._requests: dict[Hashable, _Request] = {}
 
-    def choose(self, request: DraftState, batch: int) -> Length:
+    def choose(self, request: DraftState, batch: int, copy_seconds: float = 0.0) -> Length:
         if request.view >= request.context:
             return Length(0, 0)
         state = self._requests.setdefault(request.rid, _Request())
-        state.price = self.price(request, batch)
+        state.price = self.price(request, batch, copy_seconds)
         affordable = (
             int((state.credit + LOSS_SHARE) / state.price) if state.price > 0 else self._k_max
         )
@@ -150,6 +157,10 @@ class AdaptiveLength(DraftLength):
         survival = math.prod(self._confidence.of(margin, prior) for margin in request.margins)
         return survival * self.agreement(request.rid) >= state.gain * state.price
 
+    def overdue(self, rid: Hashable) -> None:
+        if state := self._requests.get(rid):
+            state.overdue += 1
+
     def settle(
         self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
     ) -> None:
@@ -159,7 +170,8 @@ class AdaptiveLength(DraftLength):
         state.agreement.record(drafted, accepted)
         self._fleet.record(drafted, accepted)
         self._confidence.record(margins, accepted)
-        spent, tokens = 1.0 + drafted * state.price, accepted + 1
+        spent, tokens = 1.0 + max(drafted - state.overdue, 0) * state.price, accepted + 1
+        state.overdue = 0
         state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
         if not state.drafting:
             state.probe_held = 0 < drafted == accepted
@@ -174,15 +186,16 @@ class AdaptiveLength(DraftLength):
         state = self._requests.get(rid)
         return state.agreement.mean(prior) if state else prior
 
-    def price(self, request: DraftState, batch: int) -> float:
+    def price(self, request: DraftState, batch: int, copy_seconds: float = 0.0) -> float:
         """Time of drafting and verifying one token, as a multiple of the request's plain step.
 
-        A plain step of a request whose full KV is on the host includes copying it, so such a
-        request drafts longer.
+        A plain step of a request whose full KV is on the host includes copying it, at the cost of
+        others who need the link, so such a request drafts longer.
         """
         share = self._cost.fixed / batch
-        plain = self._cost.marginal(Work.verify(1, request.context, request.load))
-        row = self._cost.marginal(Work.verify(2, request.context, request.load)) - plain
+        plain = self._cost.marginal(Work.verify(1, request.context))
+        row = self._cost.marginal(Work.verify(2, request.context)) - plain
+        plain += copy_seconds
         draft = share + self._cost.marginal(Work.draft(request.view))
         return (draft + row) / (share + plain)
 

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from sglang_vericache.core import Action, DraftState
 from sglang_vericache.scheduler.cost_model import CostModel, Work
 from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength, FixedLength
+from sglang_vericache.scheduler.link import Link, LinkLoad
 from sglang_vericache.scheduler.phases import Copy, PhaseWheel
 
 # Weight of the latest iteration in the mean iteration time.
 TIME_RATE = 0.1
-
-
-@dataclass(frozen=True)
-class Link:
-    """The way from the host to the device.
-
-    Attributes:
-        token_seconds: time to copy the KV of one token.
-        room: device slots that copies may take.
-    """
-
-    token_seconds: float
-    room: int
 
 
 class Planner:
@@ -45,10 +32,14 @@ class Planner:
         self.cost = cost
         self._wheel = PhaseWheel(k_max + 1)
         self._link: Link | None = None
+        self._link_load = LinkLoad()
+        self._loads: dict[Hashable, float] = {}
         self._known: set[Hashable] = set()
-        self._iteration_seconds = 0.0
+        self.iteration_seconds = 0.0
+        """Mean time of an iteration; 0 before the first."""
         self._early: list[Hashable] = []
         self._planned: Sequence[DraftState] = ()
+        self._actions: Sequence[Action] = ()
         self._work = Work()
 
     @classmethod
@@ -70,6 +61,7 @@ class Planner:
         """
         self._link = link
         self._wheel.room = link.room if link else 0
+        self._loads = {request.rid: request.load for request in requests if request.load > 0}
         self._forget_all_but({request.rid for request in requests})
         starting = [r for r in requests if r.drafted == 0 and not self._wheel.is_booked(r.rid)]
         # Newcomers last: they fill the gaps between those whose phase is settled.
@@ -78,12 +70,15 @@ class Planner:
         actions = [self._action(request) for request in requests]
         self._early = self._wheel.copying()
         self._wheel.advance()
-        self._planned = requests
+        self._planned, self._actions = requests, actions
         self.revise(actions)
-        return actions
+        return list(actions)
 
     def revise(self, actions: Sequence[Action], loaded: int = 0) -> None:
         """Report what the requests of the last ``plan`` do instead, and the keys copied for it."""
+        for request, planned, action in zip(self._planned, self._actions, actions, strict=True):
+            if planned is Action.VERIFY and action is Action.DRAFT:
+                self._length.overdue(request.rid)
         done = map(_work, self._planned, actions)
         self._work = sum(done, Work(loaded_keys=loaded))
 
@@ -92,17 +87,37 @@ class Planner:
     ) -> None:
         """Report the verdict on a request that verified, including those without drafts."""
         self._length.settle(rid, drafted, accepted, margins)
+        if rid in self._loads and drafted > 0:
+            self._link_load.settle(drafted)
 
     def observe(self, seconds: float) -> None:
         """Report how long the iteration planned last took, prefill excluded."""
         self.cost.observe(self._work, seconds)
-        if self._iteration_seconds == 0.0:
-            self._iteration_seconds = seconds
-        self._iteration_seconds += TIME_RATE * (seconds - self._iteration_seconds)
+        if self.iteration_seconds == 0.0:
+            self.iteration_seconds = seconds
+        self.iteration_seconds += TIME_RATE * (seconds - self.iteration_seconds)
 
     def copying(self) -> list[Hashable]:
         """Requests whose full KV should be on its way already in the iteration planned last."""
         return self._early
+
+    def link_busy(self) -> float:
+        """Share of the link's time that the copies of the requests planned last take."""
+        if self._link is None:
+            return 0.0
+        total = sum(self._loads.values())
+        return self._link_load.busy(self._link, total, self.iteration_seconds)
+
+    def carries(self, tokens: float) -> bool:
+        """Whether the link has time to bring ``tokens`` more once a round; True without a link."""
+        if self._link is None:
+            return True
+        total, seconds = sum(self._loads.values()), self.iteration_seconds
+        return self._link_load.carries(self._link, total, tokens, seconds)
+
+    def leaves(self, rid: Hashable, tokens: float) -> None:
+        """Report that a request leaves ``tokens`` to the host after ``plan``."""
+        self._loads[rid] = tokens
 
     def rings(self) -> list[tuple[int, int]]:
         """Copies and device slots reserved for each of the coming iterations."""
@@ -113,7 +128,9 @@ class Planner:
         return [self._wheel.load(ahead) for ahead in range(self._wheel.horizon)]
 
     def _start_round(self, request: DraftState, batch: int) -> None:
-        length = self._length.choose(request, batch)
+        seconds = request.load * self._link.token_seconds if self._link else 0.0
+        seconds *= min(self.link_busy(), 1.0)
+        length = self._length.choose(request, batch, seconds)
         # The first round may be cut to any length, so that phases spread from the start.
         shortest = length.shortest if request.rid in self._known else 0
         copy = self._copy(request) if length.longest > 0 else None
@@ -124,9 +141,9 @@ class Planner:
 
     def _copy(self, request: DraftState) -> Copy | None:
         """The copy that a request's next verify pass needs, if it can be made ahead of it."""
-        if self._link is None or request.load <= 0 or self._iteration_seconds <= 0:
+        if self._link is None or request.load <= 0 or self.iteration_seconds <= 0:
             return None
-        windows = math.ceil(request.load * self._link.token_seconds / self._iteration_seconds)
+        windows = math.ceil(request.load * self._link.token_seconds / self.iteration_seconds)
         return Copy(request.context, max(windows, 1))
 
     def _action(self, request: DraftState) -> Action:

@@ -78,8 +78,10 @@ class VeriCacheWorker(BaseSpecWorker):
         if not batch.forward_mode.is_decode():
             return self._prefill(batch)
         if self.config.offloads and self.tiers is None:
-            self.tiers = Tiers(batch.tree_cache, self.chooser, self.config, self.counters)
-            if self.tiers.in_place:
+            self.tiers = Tiers(
+                batch.tree_cache, self.chooser, self.config, self.planner, self.counters
+            )
+            if self.tiers.staging.in_place:
                 host = self.attention.add_view_pool(batch.tree_cache.host_buffers())
                 self.chooser.store.host_pool = host
         step = self._plan(batch)
@@ -121,11 +123,12 @@ class VeriCacheWorker(BaseSpecWorker):
         verified = [s for s in states if not s.unverified]
         for state in verified:
             state.take_proposals(limit)
-        loads = [0.0 if self.tiers is None else self.tiers.load(s) for s in verified]
-        planned = self.planner.plan(
-            [s.draft_state(gate, limit, load) for s, load in zip(verified, loads, strict=True)],
-            None if self.tiers is None else self.tiers.link(),
-        )
+        staging = None if self.tiers is None else self.tiers.staging
+        told = [
+            s.draft_state(gate, limit, 0.0 if staging is None else staging.load(s.req))
+            for s in verified
+        ]
+        planned = self.planner.plan(told, None if staging is None else staging.link())
         if self.tiers is not None:
             self.tiers.recall_views(states)
         actions = dict(zip((id(s) for s in verified), planned, strict=True))
@@ -134,8 +137,13 @@ class VeriCacheWorker(BaseSpecWorker):
             if action is Action.DRAFT and not state.has_view:
                 self._choose_view(state)
         on_host: Sequence[bool] = ()
-        if self.tiers is not None:
-            arranged = self.tiers.arrange(states, chosen, self.planner.copying())
+        if staging is not None:
+            # Proposals were never drafted: their KV is not there for another draft to read.
+            longer = {d.rid for d, s in zip(told, verified, strict=True) if not s.proposals}
+            longer &= {d.rid for d in told if d.drafted < d.limit}
+            arranged = staging.arrange(
+                states, chosen, self.planner.copying(), longer, self.planner.iteration_seconds
+            )
             chosen, on_host = arranged.actions, arranged.on_host
             batch.hicache_consumer_index = arranged.copies
             planned = [a for s, a in zip(states, chosen, strict=True) if not s.unverified]
