@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 
+from sgl_kernel_ext import CODECS
+from sgl_kernel_ext.reference.packed import pack
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.span_store import MAX_PENDING, SpanStore
 from sglang_vericache.mem_cache.spans import cut, join, span_tokens
@@ -14,13 +16,15 @@ LAYERS, HEADS, DIM, TOKENS = 3, 2, 8, 16
 SLOTS = 100
 
 
-def copied(lists, length, dtype=torch.bfloat16, seed=0):
-    """A pool, a view of random positions and what the view lists."""
+def copied(lists, length, dtype=torch.bfloat16, seed=0, codec=None):
+    """A pool, packed or not, a view of random positions and what the view lists."""
     make = torch.Generator().manual_seed(seed)
     pool = [
         tuple(torch.randn(SLOTS, HEADS, DIM, generator=make).to(dtype) for _ in "kv")
         for _ in range(LAYERS)
     ]
+    if codec:
+        pool = [tuple(pack(buffer, CODECS[codec]) for buffer in pair) for pair in pool]
     layers = []
     for layer in range(LAYERS):
         kept = 5 + layer
@@ -39,10 +43,11 @@ def copied(lists, length, dtype=torch.bfloat16, seed=0):
 
 
 @pytest.mark.parametrize("lists", [1, HEADS])
+@pytest.mark.parametrize("codec", [None, *CODECS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_copy_survives(lists, dtype):
-    """H3: a compressed copy comes back bit for bit."""
-    pool, view, slots, keys, values = copied(lists, 5 * TOKENS, dtype)
+def test_a_copy_survives(lists, codec, dtype):
+    """H3: a compressed copy comes back bit for bit, codes and their scales as well."""
+    pool, view, slots, keys, values = copied(lists, 5 * TOKENS, dtype, codec=codec)
     blobs = cut(view, keys, values, TOKENS)
     assert len(blobs) == 5
     copy = join(blobs, TOKENS)
@@ -56,6 +61,17 @@ def test_a_copy_survives(lists, dtype):
             row = positions[head if lists > 1 else 0].long()
             for source, target in zip(pool[layer], device[layer], strict=True):
                 assert torch.equal(target[own[: len(row)], head], source[slots[row], head])
+
+
+def test_codes_are_fewer_bytes():
+    """What a span takes is what its rows take, and some text about them."""
+    sizes = {}
+    for codec in (None, *CODECS):
+        _, view, _, keys, values = copied(1, 2 * TOKENS, codec=codec)
+        rows = sum(piece.nbytes for piece in (*keys, *values))
+        sizes[codec] = rows / (2 * sum(view.kept) * HEADS)
+        assert 0 < sum(map(len, cut(view, keys, values, TOKENS))) - rows < 2 * 600
+    assert sizes == {None: 2 * DIM, "int8": DIM + 4, "int4": DIM / 2 + 4}
 
 
 def test_the_beginning_of_a_copy():
