@@ -215,3 +215,18 @@ def test_parts_of_two_different_puts(tmp_path):
     next(tmp_path.glob("*.1_m_*")).unlink()
     assert storage.put("key", b"\1" * (3 * SIZE))
     assert storage.get("key") is None
+
+
+@pytest.mark.parametrize("spoilt", [None, 0, 2, 3])
+def test_several_keys_up_to_the_first_that_is_not_there(spoilt, tmp_path):
+    """Some are in one piece, some in several; what is behind the first that is damaged stays."""
+    storage = open_storage(tmp_path)
+    stored = {f"key {i}": bytes([i]) * size for i, size in enumerate((3, 2 * SIZE, SIZE, 5, SIZE))}
+    for i, (key, data) in enumerate(stored.items()):
+        before = set(tmp_path.iterdir())
+        assert storage.put(key, data)
+        if i == spoilt:
+            flip(1)((set(tmp_path.iterdir()) - before).pop())
+    expected = list(stored.values())[:spoilt]
+    assert storage.get_first([*stored, "another"]) == expected
+    assert storage.get("key 4") == stored["key 4"]

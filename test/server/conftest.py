@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from prompts import Corpus, load_tokenizer
 from server.comparing import PLAIN, Reference
@@ -86,6 +87,20 @@ def _plain_answers(pool):
 def without_drafts(request, _plain_answers):
     """Answers of the test's own server to requests that ask for plain decoding."""
     return _plain_answers(_spec(request.node))
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory):
+    """A checkpoint that differs from the embedded model's in one tensor; its folder."""
+    folder = tmp_path_factory.mktemp("other-weights")
+    for file in ensure_embedded_model().iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+        else:
+            weights = load_file(file)
+            weights["model.layers.3.mlp.down_proj.weight"] *= 0.5
+            save_file(weights, folder / file.name, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -223,6 +224,13 @@ class LiveServer:
         """Empty the radix cache."""
         response = self.post("/flush_cache?timeout=30", {})
         assert response.status_code == 200, response.text
+
+    def update_weights(self, checkpoint: Path, **options: Any) -> None:
+        """Replace the weights in place by those of a folder; ``options`` go to ``requests``."""
+        response = self.post(
+            "/update_weights_from_disk", {"model_path": str(checkpoint)}, **options
+        )
+        assert response.json()["success"], response.text
 
     def check_idle(self) -> None:
         """Wait until nothing runs, then assert that every KV slot is free or evictable.

@@ -81,14 +81,17 @@ TIERED_LATE = ServerSpec(
 STORE_PAGE = 32
 STORE_DIRECTORY = str(Path(tempfile.gettempdir()) / f"vericache-store-{os.getpid()}")
 _LINK = json.dumps({"vericache": {"link_gb_per_s": 0.05}})
-REMOTE = ServerSpec(
-    (
-        *(*FIXED, "--vericache-tier", "remote", "--page-size", str(STORE_PAGE)),
-        *("--max-total-tokens", "4096", "--hicache-ratio", "2"),
-        *("--hicache-write-policy", "write_through", "--hicache-storage-backend", "file"),
-        *("--hicache-storage-backend-extra-config", _LINK, "--admin-api-key", "test"),
-    ),
-    env=(("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", STORE_DIRECTORY),),
+_STORE = (
+    *("--vericache-tier", "remote", "--page-size", str(STORE_PAGE), "--hicache-ratio", "2"),
+    *("--hicache-write-policy", "write_through", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-backend-extra-config", _LINK, "--admin-api-key", "test"),
+)
+_STORE_ENV = (("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", STORE_DIRECTORY),)
+REMOTE = ServerSpec((*FIXED, *_STORE, "--max-total-tokens", "4096"), env=_STORE_ENV)
+# The same with a compressed copy of all tokens, which are more than may be lent of the KV pool.
+REMOTE_PACKED = ServerSpec(
+    (*FIXED, *_STORE, "--vericache-compressor", "int4", "--max-total-tokens", "2048"),
+    env=_STORE_ENV,
 )
 # As RETRACTING, with full KV on the host.
 TIERED_RETRACTING = ServerSpec(

@@ -12,7 +12,7 @@ import pytest
 
 from server.comparing import assert_identical
 from server.harness import Ask
-from server.specs import REMOTE
+from server.specs import REMOTE, REMOTE_PACKED
 from server.storing import ADMIN, PAGE, compute, flush, from_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.server(REMOTE)]
@@ -107,3 +107,20 @@ def test_many_at_once_and_some_that_leave(server, prompts):
     # Who is refused for want of room drafts no more, so how many did is up to chance.
     assert drafted_meanwhile(server, before)[0] > 0
     server.check_idle()
+
+
+@pytest.mark.server(REMOTE_PACKED)
+def test_drafts_on_codes(server, prompts):
+    """Copies of a quantizing compressor come as its codes, and drafts on them are good ones."""
+    asks = [Ask(prompt, 9, {"draft_len": 8}) for prompt in prompts(2, CONTEXT + 5)]
+    start = server.counters()
+    expected = [copied(server, ask) for ask in asks]
+    before = server.counters()
+    found = [from_store(server, ask)[0] for ask in asks]
+    assert_identical(found, expected)
+    requests, drafts = drafted_meanwhile(server, before)
+    assert requests == 2 and drafts == 18
+    # What was drafted meanwhile and holds is not drafted again.
+    read = [after["kv_bytes_read"] for after in (start, before, server.counters())]
+    assert read[2] - read[1] < 0.7 * (read[1] - read[0])
+    assert server.get("/vericache")["ranks"][0]["packed"]["int4"]["used"] == 0

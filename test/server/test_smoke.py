@@ -1,7 +1,6 @@
 """The promise on one server, in about a minute: drafting changes no token and no logprob bit."""
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from server.comparing import difference, plain
 from server.harness import Ask
@@ -76,30 +75,17 @@ def test_ids_outside_the_vocabulary_are_refused(server, token):
     assert "input_ids" in response.text
 
 
-def test_updated_weights_are_used(server, prompt, tmp_path):
+def test_updated_weights_are_used(server, prompt, other_weights):
     """Kernels read packed copies of the weights, which must follow an update in place."""
-    model = ensure_embedded_model()
-    for file in model.iterdir():
-        if file.suffix != ".safetensors":
-            (tmp_path / file.name).symlink_to(file)
-        else:
-            weights = load_file(file)
-            weights["model.layers.3.mlp.down_proj.weight"] *= 0.5
-            save_file(weights, tmp_path / file.name, metadata={"format": "pt"})
-
-    def update(path):
-        response = server.post("/update_weights_from_disk", {"model_path": str(path)})
-        assert response.json()["success"], response.text
-
     ask = Ask(prompt[:400], 12, {"draft_len": 4})
     before = server.answer(ask)
     try:
-        update(tmp_path)
+        server.update_weights(other_weights)
         after = server.answer(ask)
         assert difference(after, before) is not None
         assert difference(after, server.answer(plain(ask))) is None
     finally:
-        update(model)
+        server.update_weights(ensure_embedded_model())
     assert difference(server.answer(ask), before) is None
 
 

@@ -16,11 +16,12 @@ import pytest
 import requests
 import torch
 
-from server.comparing import assert_identical, difference
+from server.comparing import PLAIN, assert_identical, difference
 from server.harness import Ask
 from server.specs import REMOTE, STORE_DIRECTORY
 from server.storing import ADMIN, PAGE, POLICY, compute, flush, from_store, usage
 from servers import free_port
+from sglang_vericache.embedded_model import ensure_embedded_model
 from sglang_vericache.mem_cache import storage_record
 from sglang_vericache.platform import bootstrap
 
@@ -49,11 +50,27 @@ def ask(prompt, request):
     return Ask((first, *prompt[1:]), 24, {"compressor": "snapkv", "draft_len": 4})
 
 
-def page_file(ask, page):
-    """File of a page of the prompt."""
+def page_files(server, ask):
+    """Files of the pages of the prompt, in order."""
     keys = get_storage_hash_str(RadixKey(array("q", ask.prompt)), None, page_size=PAGE)
-    (path,) = DIRECTORY.glob(f"*-{keys[page]}_*.bin")
-    return path
+    identity = usage(server)["identity"]
+    files = [list(DIRECTORY.glob(f"{identity}-{key}_*.bin")) for key in keys[:PAGES]]
+    assert all(len(found) == 1 for found in files)
+    return [path for (path,) in files]
+
+
+def kv_of(path):
+    """The bytes of a page without its proof."""
+    return path.read_bytes()[: -storage_record.TRAILER_BYTES]
+
+
+def forge(path, kv):
+    """Put other KV into the file of a page, with a proof that it belongs there."""
+    record = torch.frombuffer(bytearray(len(kv) + storage_record.TRAILER_BYTES), dtype=torch.uint8)
+    record[: len(kv)] = torch.frombuffer(bytearray(kv), dtype=torch.uint8)
+    name = path.name.removesuffix(path.name[path.name.index("_") :])
+    storage_record.seal(record, name, storage_record.Part(len(kv), len(kv)))
+    path.write_bytes(record.numpy().tobytes())
 
 
 def test_the_prompt_comes_from_the_store(server, ask):
@@ -72,13 +89,8 @@ def test_the_prompt_comes_from_the_store(server, ask):
 def test_the_output_depends_on_what_is_stored(server, ask):
     """Negative control: a page with other KV that passes its check changes the answer."""
     expected, _ = compute(server, ask)
-    path = page_file(ask, 2)
-    record = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    size = len(record) - storage_record.TRAILER_BYTES
-    record[:size] = 0
-    name = path.name.removesuffix(path.name[path.name.index("_") :])
-    storage_record.seal(record, name, storage_record.Part(size, size))
-    path.write_bytes(record.numpy().tobytes())
+    path = page_files(server, ask)[2]
+    forge(path, bytes(len(kv_of(path))))
     found, pages = from_store(server, ask)
     assert pages == PAGES
     assert difference(found, expected) is not None
@@ -86,7 +98,7 @@ def test_the_output_depends_on_what_is_stored(server, ask):
 
 def test_a_damaged_page_is_computed_and_stored_again(server, ask):
     expected, _ = compute(server, ask)
-    path = page_file(ask, 7)
+    path = page_files(server, ask)[7]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -107,6 +119,37 @@ def test_a_salt_holds_in_the_store(server, ask):
     assert pages == 0
     _, pages = from_store(server, salted)
     assert pages == PAGES
+
+
+def test_updated_weights_use_nothing_of_the_old(server, ask, other_weights):
+    """Not from the device, the host or the store, nor drafts on a compressed copy."""
+    old, _ = compute(server, ask)
+    before = server.counters()["provisional"]
+    _, pages = from_store(server, ask)
+    tiers = server.get("/vericache")["ranks"][0]["tiers"]
+    assert pages == PAGES and server.counters()["provisional"] == before + 1, "precondition"
+    assert tiers["device_evictable"] >= PAGES * PAGE, "precondition"
+    assert tiers["host"] - tiers["host_free"] >= PAGES * PAGE, "precondition"
+    old_kv = [kv_of(path) for path in page_files(server, ask)]
+    try:
+        server.update_weights(other_weights, headers=ADMIN)
+        found = server.answer(ask)
+        fresh = server.answer(Ask(ask.prompt, ask.tokens, PLAIN, fields={"cache_salt": "fresh"}))
+        assert found.meta["cached_tokens"] == fresh.meta["cached_tokens"] == 0
+        assert_identical([found], [fresh])
+        assert difference(found, old) is not None
+        # Negative control: old KV under the new names is read, and noticed.
+        compute(server, ask)
+        for path, kv in zip(page_files(server, ask), old_kv, strict=True):
+            forge(path, kv)
+        spoilt, pages = from_store(server, ask)
+        assert pages == PAGES and difference(spoilt, fresh) is not None
+    finally:
+        server.update_weights(ensure_embedded_model(), headers=ADMIN)
+    found = server.answer(ask)
+    assert found.meta["cached_tokens"] == 0
+    assert_identical([found], [old])
+    assert server.counters()["provisional"] <= before + 2, "only for the negative control"
 
 
 def test_a_store_that_is_removed_while_it_runs(server, ask):

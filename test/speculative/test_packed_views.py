@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_kernel_ext.reference.packed import unpack
+from sgl_kernel_ext import CODECS
+from sgl_kernel_ext.reference.packed import pack, unpack
 from sglang_vericache.core import Budget, DraftView
 from sglang_vericache.mem_cache.views import ViewStore
 from sglang_vericache.speculative.packed_views import PackedViews
@@ -103,3 +104,33 @@ def test_slots_come_back(views):
     views.retain([])
     assert views.pool("int8").available() == 120
     assert views.store.lists(torch.tensor([3]), torch.ones(1, dtype=torch.int32)).pool is None
+
+
+def test_what_was_lent_comes_back_before_anybody_goes_without(views):
+    asked = []
+
+    def give_up():
+        asked.append(views.usage()["int8"]["used"])
+        views.take_back("borrower")
+
+    views.give_up_room = give_up
+    slots = views.lend("borrower", "int8", 80)
+    assert len(slots) == 80 and views.lend("other", "int8", 41) is None
+    views.check_integrity()
+    assert views.has_room(state(1)), "it could have what is lent"
+    assert views.file(state(2, codec="int4"), everything(), SOURCE[:50]) and asked == []
+    assert views.file(state(1), everything(), SOURCE[:50]) and asked == [80]
+    views.check_integrity()
+    assert not views.has_room(state(3, committed=71))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_listed_codes_are_those_of_the_copy(views, codec):
+    own = state(1, codec=codec)
+    view = DraftView(tuple(torch.arange(n, dtype=torch.int32)[None] for n in (50, 20)), 50)
+    assert views.file(own, view, SOURCE[:50])
+    for layer, kept in enumerate(view.kept):
+        buffers, slots = views.listed(own, layer)
+        for packed, plain in zip(buffers, views._kv.buffers[layer], strict=True):
+            expected = pack(plain[SOURCE[:kept].long()], CODECS[codec])
+            assert torch.equal(packed[slots[:kept].long()], expected)

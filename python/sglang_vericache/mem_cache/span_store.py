@@ -28,19 +28,21 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 8
 # Names of spans known to be stored.
 MAX_KNOWN = 1 << 16
+# Spans read at once.
+BATCH = 8
 # Longest time that a request's full KV waits for its compressed copy to be read first.
 MAX_WAIT_SECONDS = 3.0
 
 
 class Storage(Protocol):
-    """What is needed of a store; ``put`` and ``get`` raise nothing because of it."""
+    """What is needed of a store; ``put`` and ``get_first`` raise nothing because of it."""
 
     @property
     def identity(self) -> str: ...
 
     def put(self, key: str, data: bytes) -> bool: ...
 
-    def get(self, key: str) -> bytes | None: ...
+    def get_first(self, keys: Sequence[str]) -> list[bytes]: ...
 
 
 class _Wanted(NamedTuple):
@@ -177,15 +179,16 @@ class SpanStore:
         storage = self._storage()
         if storage is None:
             return blobs
-        for name in wanted.names:
+        for start in range(0, len(wanted.names), BATCH):
             if wanted.reader not in self._unread:
                 return []
-            blob = storage.get(name)
-            if blob is None:
-                self._known_to(storage).discard(name)
+            names = wanted.names[start : start + BATCH]
+            found = storage.get_first(names)
+            blobs += found
+            self._known_to(storage).update(names[: len(found)])
+            if len(found) < len(names):
+                self._known_to(storage).discard(names[len(found)])
                 break
-            self._known_to(storage).add(name)
-            blobs.append(blob)
         return blobs
 
     def _known_to(self, storage: Storage) -> set[str]:

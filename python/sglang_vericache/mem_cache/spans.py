@@ -32,7 +32,8 @@ class CompressedCopy:
         length: tokens of the prefix.
         counts: ``[L, Hv]``, listed tokens of each layer and list (``Hv`` as in ``DraftView``).
         keys, values: per layer and list ``[counts[l, h], W]``; W is all KV heads times head_dim
-            where they share a list, else head_dim.
+            where they share a list, else head_dim. Of a quantizing compressor they are the codes of
+            its packed pool, uint8, and head_dim is the bytes of a row there (``PackedPool``).
     """
 
     length: int
@@ -48,7 +49,8 @@ class CompressedCopy:
         """Copy to the device.
 
         Args:
-            buffers: keys and values of each layer, ``[pool slots, HKV, D]``.
+            buffers: keys and values of each layer, ``[pool slots, HKV, D]``: the KV pool, or the
+                packed pool of the codec that the copy was written with.
             slots: int64 ``[n]``, n at least ``longest``; the j-th takes the j-th listed token of
                 every layer and list.
         """
@@ -70,7 +72,8 @@ def cut(
 
     Args:
         view: what is listed, on the host.
-        keys, values: per layer ``[Hv, n, W]``, the rows of the listed tokens, on the host.
+        keys, values: per layer ``[Hv, n, W]``, the rows of the listed tokens, on the host; see
+            ``CompressedCopy``.
         tokens: length of a span.
     """
     borders = torch.arange(0, view.length + 1, tokens, dtype=torch.int32)

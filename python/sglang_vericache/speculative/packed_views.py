@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,9 @@ class PackedViews:
         self._numbers: dict[str, int] = {}
         self._unaffordable: set[str] = set()
         self._held: dict[int, Held] = {}
+        # Codec and slots lent to whoever asked, by borrower; and how to ask for them all.
+        self._lent: dict[Hashable, tuple[str, Tensor]] = {}
+        self.give_up_room: Callable[[], None] = lambda: None
 
     def pool(self, codec: str) -> PackedPool:
         """The pool of a codec, made when it is first asked for."""
@@ -67,6 +70,11 @@ class PackedViews:
             self._pools[codec] = pool
             self._numbers[codec] = self._add_view_pool(pool.layers)
         return self._pools[codec]
+
+    def number(self, codec: str) -> int:
+        """Of the pool of a codec, as in ``ViewLists.pool``."""
+        self.pool(codec)
+        return self._numbers[codec]
 
     def _is_affordable(self, codec: str) -> bool:
         """Whether the pool of a codec exists or could be made."""
@@ -91,7 +99,7 @@ class PackedViews:
         if not self._is_affordable(dropper.codec):
             return False
         wanted = state.settings.budget.tokens(committed) if dropper.drops else committed
-        return self.pool(dropper.codec).available() >= wanted
+        return self.pool(dropper.codec).available() + self._lent_of(dropper.codec) >= wanted
 
     def file(self, state: RequestState, view: DraftView, slots: Tensor) -> bool:
         """Pack what a view lists and file the copy.
@@ -109,7 +117,10 @@ class PackedViews:
         if not self._is_affordable(codec):
             return False
         pool = self.pool(codec)
-        packed = pool.alloc(max(view.kept))
+        wanted = max(view.kept)
+        if pool.available() < wanted and self._lent_of(codec):
+            self.give_up_room()
+        packed = pool.alloc(wanted)
         if packed is None:
             return False
         for layer, positions in enumerate(view.layers):
@@ -120,6 +131,35 @@ class PackedViews:
         self._store.put_elsewhere(state.row, view, packed, self._numbers[codec])
         self._held[state.serial] = Held(state, codec, packed, state.row)
         return True
+
+    def listed(self, state: RequestState, layer: int) -> tuple[Sequence[Tensor], Tensor]:
+        """The copy of a request that holds one.
+
+        Returns:
+            Packed keys and values of a layer, ``[pool slots, HKV, row bytes]`` each, and the slots
+            of the listed tokens in their order, at least as many as the layer lists.
+        """
+        held = self._held[state.serial]
+        return self._pools[held.codec].layers[layer], held.slots
+
+    def lend(self, borrower: Hashable, codec: str, tokens: int) -> Tensor | None:
+        """Slots for a borrower, which has none yet, until ``take_back``; None without room.
+
+        Requests that file a copy come first: ``give_up_room`` is called before one finds no room.
+        """
+        assert borrower not in self._lent
+        slots = self.pool(codec).alloc(tokens)
+        if slots is not None:
+            self._lent[borrower] = codec, slots
+        return slots
+
+    def take_back(self, borrower: Hashable) -> None:
+        """Free what was lent."""
+        codec, slots = self._lent.pop(borrower)
+        self._pools[codec].free(slots)
+
+    def _lent_of(self, codec: str) -> int:
+        return sum(len(slots) for lent, slots in self._lent.values() if lent == codec)
 
     def release(self, state: RequestState) -> None:
         """Free the copy of a request, if it holds one."""
@@ -139,7 +179,7 @@ class PackedViews:
 
         Slots of ended requests do not count: they are freed before anybody asks for some.
         """
-        used = dict.fromkeys(self._pools, 0)
+        used = {codec: self._lent_of(codec) for codec in self._pools}
         for held in self._held.values():
             if not held.state.req.finished():
                 used[held.codec] += len(held.slots)
@@ -151,4 +191,6 @@ class PackedViews:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless every slot is free or held, and not both."""
         for codec, pool in self._pools.items():
-            pool.check_integrity(h.slots for h in self._held.values() if h.codec == codec)
+            held = [h.slots for h in self._held.values() if h.codec == codec]
+            lent = [slots for other, slots in self._lent.values() if other == codec]
+            pool.check_integrity([*held, *lent])

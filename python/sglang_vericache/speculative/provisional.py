@@ -23,11 +23,13 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from sglang_vericache.attention.rows import Rows, ViewLists
+from sglang_vericache.compressors import create
 from sglang_vericache.core import Counters
 from sglang_vericache.hooks import Hook
 from sglang_vericache.mem_cache.spans import CompressedCopy
 from sglang_vericache.mem_cache.tiered import TieredCache
 from sglang_vericache.sampling.sampler import FILTERED, GREEDY, PLAIN, RowParams
+from sglang_vericache.speculative.packed_views import PackedViews
 from sglang_vericache.speculative.ragged_input import RaggedInput
 from sglang_vericache.speculative.state import Requests, choices_of
 
@@ -54,7 +56,7 @@ class _Job:
         req: the request.
         start: tokens that the compressed copy stands for.
         counts: ``[L, Hv]`` listed tokens of the copy.
-        copy: int64 slots of the copy.
+        copy: slots of the copy, in the KV pool or a packed one.
         slots: int64, one for every later token: the rest of the prompt, then drafts.
         computed: of those tokens, how many have KV.
         proposals: tokens drafted so far.
@@ -84,6 +86,7 @@ class Provisional:
     Args:
         worker: runs the target model.
         cache: lends device slots; its ``spans`` bring compressed copies.
+        packed: lends slots for those of a quantizing compressor.
         requests: takes the proposals of a request that starts.
     """
 
@@ -91,6 +94,7 @@ class Provisional:
         self,
         worker: TpModelWorker,
         cache: TieredCache,
+        packed: PackedViews,
         requests: Requests,
         config: VeriCacheConfig,
         counters: Counters,
@@ -98,13 +102,19 @@ class Provisional:
         assert cache.spans is not None
         self._worker, self._cache, self._store = worker, cache, cache.spans
         self._requests, self._config, self._counters = requests, config, counters
+        self._packed = packed
         self._asked: set[Req] = set()
         self._jobs: dict[Req, _Job] = {}
-        pool = worker.model_runner.token_to_kv_pool
-        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        self._buffers = [pool.get_kv_buffer(layer) for layer in layers]
+        # Where copies are put: of the codec that the store's copies have, or the KV pool.
+        self._codec = create(config.compressor, config.compressor_settings).codec
+        if self._codec:
+            self._buffers = packed.pool(self._codec).layers
+        else:
+            pool = worker.model_runner.token_to_kv_pool
+            layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+            self._buffers = [pool.get_kv_buffer(layer) for layer in layers]
         self._device = self._buffers[0][0].device
-        cache.give_up_room = self.stop_all
+        cache.give_up_room = packed.give_up_room = self.stop_all
         cache.starting = self.stop
 
     def ask(self, req: Req) -> None:
@@ -143,6 +153,8 @@ class Provisional:
         job = self._jobs.pop(req, None)
         if job is not None:
             self._cache.take_back(req)
+            if self._codec:
+                self._packed.take_back(req)
             self._requests.propose(req, job.proposals)
 
     def stop_all(self) -> None:
@@ -154,11 +166,18 @@ class Provisional:
         rest = len(req.origin_input_ids) - copy.length
         if not 0 < rest <= MAX_REST:
             return
-        slots = self._cache.lend(req, copy.longest + rest + _most_proposals(req))
+        kept = 0 if self._codec else copy.longest
+        slots = self._cache.lend(req, kept + rest + _most_proposals(req))
         if slots is None:
             return
-        copy.write(self._buffers, slots)
-        own, later = slots[: copy.longest], slots[copy.longest :]
+        own, later = slots[:kept], slots[kept:]
+        if self._codec:
+            packed = self._packed.lend(req, self._codec, copy.longest)
+            if packed is None:
+                self._cache.take_back(req)
+                return
+            own = packed
+        copy.write(self._buffers, own.long())
         self._jobs[req] = _Job(req, copy.length, copy.counts, own, later)
         self._counters.provisional += 1
 
@@ -249,6 +268,9 @@ class Provisional:
             start=starts,
             length=lengths.to(self._device, torch.int32),
             longest=max(len(job.copy) for job in jobs),
+            pool=self._tensor([self._packed.number(self._codec)] * len(jobs), torch.int32)
+            if self._codec
+            else None,
         )
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:

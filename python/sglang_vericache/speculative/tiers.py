@@ -76,7 +76,7 @@ class Tiers:
         if offloads:
             self._cache.publish(state.req)  # may move KV to slots the tree had
         view = self._chooser.choose(state)
-        if view is not None and not view.is_full:
+        if view is not None:
             self._store_copy(state, view)
         if offloads and state.view_length:
             self._offload(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -91,18 +91,22 @@ class ViewChooser:
         return view
 
     def listed(self, state: RequestState, view: DraftView) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values that a view of a request lists, on the host.
+        """Keys and values that a view of a request lists, on the host, as drafts read them.
 
         Returns:
-            Per layer ``[Hv, n, W]``; W is all KV heads times head_dim where they share a list,
-            else head_dim.
+            Per layer ``[Hv, n, W]``, rows as in ``CompressedCopy``.
         """
         slots = self.req_to_token[state.row]
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for layer, positions in enumerate(view.layers):
-            lists = slots[positions.long()].long()
-            buffers = self.pool.get_kv_buffer(self.pool.start_layer + layer)
+            buffers: Sequence[Tensor]
+            if self.packed.holds(state):
+                buffers, packed = self.packed.listed(state, layer)
+                lists = packed[: positions.shape[1]].long().expand(len(positions), -1)
+            else:
+                buffers = self.pool.get_kv_buffer(self.pool.start_layer + layer)
+                lists = slots[positions.long()].long()
             for buffer, rows in zip(buffers, (keys, values), strict=True):
                 listed = gather_listed(buffer, lists)
                 by_list = listed.flatten(1)[None] if len(lists) == 1 else listed.transpose(0, 1)

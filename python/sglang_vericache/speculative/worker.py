@@ -99,7 +99,12 @@ class VeriCacheWorker(BaseSpecWorker):
         """What drafts for requests whose full KV a store has yet to deliver."""
         if self.provisional is None:
             self.provisional = Provisional(
-                self.target_worker, cache, self.requests, self.config, self.counters
+                self.target_worker,
+                cache,
+                self.chooser.packed,
+                self.requests,
+                self.config,
+                self.counters,
             )
         return self.provisional
 
