@@ -36,7 +36,7 @@ def _bars(axes: Any, figures: Figures) -> None:
     for row in figures["reproduced"]:
         axes.axhline(row["paper"], color="black", linestyle=":", linewidth=1)
         axes.annotate(f"paper's {row['figure']}", (-0.45, row["paper"]), va="bottom", fontsize=7)
-    axes.set_xticks(range(len(cells)), cells)
+    axes.set_xticks(range(len(cells)), [name.replace(", ", "\n") for name in cells])
     axes.set_ylabel("tokens/s over full KV (x)")
 
 
@@ -71,6 +71,6 @@ DRAW: dict[str, Callable[[Any, Figures], None]] = {
     "memory": _lines("share of usable device memory that is left for KV"),
     "link": _lines("bandwidth of device memory over that of the link"),
     "agreement": _lines("chance that a draft token equals the target's"),
-    "remote": _bars,
+    "remote": _lines("tokens of an answer"),
     "fleet": _fleet,
 }

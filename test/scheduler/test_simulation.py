@@ -100,4 +100,6 @@ def test_the_last_line_is_json(capsys):
     simulate.main(["--sweep", "remote", "--requests", "6"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["benchmark"] == "simulate"
-    assert set(figures["remote"]["cells"]) == {s.model.name for s in simulate.SERVERS}
+    cells = figures["remote"]["cells"]
+    assert list(cells) == [str(answer) for answer in simulate.ANSWERS]
+    assert all(set(cell) == {s.model.name for s in simulate.SERVERS} for cell in cells.values())
