@@ -62,7 +62,9 @@ class Model:
         self.kept: dict[Req, list[int]] = {}
         self.total = self.allocator.available_size()
         self.started = 0
-        self.staged = 0
+        self.staged = self.read_in_place = 0
+        self.cache.reads_host = True
+        self.cache.give_up_room = self.take_back_all
 
     def events(self):
         """What SGLang's scheduler does between two passes."""
@@ -182,6 +184,33 @@ class Model:
             row = self.rows.req_to_token[req.kv.req_pool_idx]
             self.compare(req, range(req.kv.cache_protected_len), row, ())
 
+    def read_host(self, req):
+        """A verify pass that reads the prefix where it lies, as on a CPU."""
+        if not self.cache.may_read_host(req):
+            return
+        slots = self.cache.host_slots(req)
+        assert len(slots) == req.kv.cache_protected_len
+        self.compare(req, range(len(slots)), slots, (), self.cache.host_buffers())
+        self.read_in_place += len(slots)
+
+    def retract(self, req):
+        """What it has computed goes to the host first."""
+        self.cache.demote(req)
+        self.finish(req, aborted=True)
+
+    def lend(self, tokens):
+        """To drafts of a request whose full KV has not come, which write there."""
+        self.started += 1
+        slots = self.cache.lend(self.started, tokens)
+        if slots is not None:
+            for layer in range(LAYERS):
+                for buffer in self.pool.get_kv_buffer(layer):
+                    buffer[slots] = 555
+
+    def take_back_all(self):
+        for borrower in list(self.cache.lent):
+            self.cache.take_back(borrower)
+
     def copy_ahead(self, req):
         """Several at once, slowly; nobody waits for them now."""
         stream = self.cache.cache_controller.l2_transfer_engine.host_to_device_stream
@@ -220,11 +249,13 @@ class Model:
                 listed = self.store.indices[req.kv.req_pool_idx, 0, 0, : len(self.kept[req])]
                 self.compare(req, self.kept[req], listed, free_slots)
 
-    def compare(self, req, positions, slots, free_slots):
+    def compare(self, req, positions, slots, free_slots, buffers=None):
+        on_device = buffers is None  # where slot 0 is a dummy
+        buffers = buffers or [self.pool.get_kv_buffer(layer) for layer in range(LAYERS)]
         for position, slot in zip(positions, slots.tolist(), strict=False):
-            assert slot and slot not in free_slots, "a slot in use is free"
-            for layer in range(LAYERS):
-                keys, values = self.pool.get_kv_buffer(layer)
+            assert slot or not on_device, "no slot"
+            assert slot not in free_slots, "a slot in use is free"
+            for layer, (keys, values) in enumerate(buffers):
                 wanted = torch.tensor(self.value(req, position) + layer).to(keys.dtype)
                 assert (keys[slot] == wanted).all(), "another token's key"
                 assert (values[slot] == -wanted).all(), "another token's value"
@@ -232,7 +263,7 @@ class Model:
 
 EVENTS = [
     *("start", "start", "decode", "offload", "stage", "release", "finish", "abort", "evict"),
-    *("copy_ahead", "verify", "flush"),
+    *("copy_ahead", "verify", "read_host", "retract", "lend", "take_back", "flush"),
 ]
 
 
@@ -254,13 +285,20 @@ def test_any_order_of_events(page, host_ratio, data):
             model.start(ids)
         elif event == "flush":
             if not model.running:
-                model.cache.reset()
+                model.cache.reset()  # takes back what was lent
+                assert not model.cache.lent
                 model.allocator.clear()
                 prompts = []
         elif event == "evict":
             model.evict(data.draw(st.integers(1, SLOTS)))
+        elif event == "lend":
+            model.lend(data.draw(st.integers(1, SLOTS // 4)))
+        elif event == "take_back":
+            model.take_back_all()
         elif model.running:
             req = data.draw(st.sampled_from(model.running))
+            if event == "retract":
+                prompts.append([*req.origin_input_ids, *req.output_ids])  # starts again later
             if event in ("finish", "abort"):
                 model.finish(req, aborted=event == "abort")
             else:
@@ -270,6 +308,7 @@ def test_any_order_of_events(page, host_ratio, data):
     while model.running:
         model.finish(model.running[0], aborted=False)
         model.check()
+    model.take_back_all()
     model.events()
     model.sync()
     model.events()
@@ -285,6 +324,32 @@ def test_full_kv_comes_back_as_it_was():
     assert model.allocator.available_size() == model.total - model.cache.compressed_size()
     model.stage(req)
     assert model.staged == 32
+    model.check()
+
+
+def test_full_kv_is_read_on_the_host_as_it_was():
+    model = Model(1)
+    req = host_only(model, list(range(1, 33)))
+    model.read_host(req)
+    assert model.read_in_place == 32
+    keys, _ = model.cache.host_buffers()[1]
+    keys[model.cache.host_slots(req)[9]] += 1
+    with pytest.raises(AssertionError, match="another token's key"):  # negative control
+        model.read_host(req)
+
+
+def test_a_retracted_request_is_found_on_the_host():
+    model, ids = Model(1), list(range(1, 17))
+    model.start(ids)
+    (req,) = model.running
+    model.decode(req)
+    known = [*req.origin_input_ids, *req.output_ids]
+    assert len(known) == 17
+    model.retract(req)
+    model.evict(SLOTS)
+    assert model.allocator.available_size() == model.total
+    model.start([*known, 99])
+    assert model.running[0].prefix_len == len(known)
     model.check()
 
 
