@@ -48,7 +48,7 @@ RETRACTING = ServerSpec(
 )
 # Full KV on the host between verify passes. The device holds the contexts of two or three requests,
 # the host those of many.
-TIER_TOKENS = 2560
+TIER_TOKENS = 1536
 _TIER = (*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "12")
 # A pass copies full KV to the device, as on a GPU, or reads it in host memory (the CPU's default).
 COPIES = ("--vericache-staging", "copy")
@@ -56,10 +56,10 @@ TIERED = {
     "bfloat16": ServerSpec(
         (*_TIER, *COPIES, "--vericache-tier", "host", "--tool-call-parser", "qwen25")
     ),
-    # Its packed pools hold the copies of two requests of 700 tokens.
+    # Its packed pools hold the copies of two requests of 420 tokens.
     "float32": ServerSpec(
         (*_TIER, "--vericache-tier", "host", *FP32, "--page-size", "16")
-        + ("--vericache-packed-tokens", "1600")
+        + ("--vericache-packed-tokens", "960")
     ),
 }
 # Only under pressure.
@@ -71,14 +71,14 @@ TIERED_TIGHT = ServerSpec(
         *("--vericache-tier", "host"),
     )
 )
-# Copies that start up to 20 ms late, layer by layer.
+# Copies that start up to 5 ms late, layer by layer.
 SABOTEUR_PATH = str(Path(__file__).parent / "saboteur")
 TIERED_LATE = ServerSpec(
-    (*_TIER, *COPIES, "--vericache-tier", "host"),
-    env=(("PYTHONPATH", SABOTEUR_PATH), ("SABOTEUR_COPY_DELAY", "0.02")),
+    (*_TIER, *COPIES, "--vericache-tier", "host", *FP32),
+    env=(("PYTHONPATH", SABOTEUR_PATH), ("SABOTEUR_COPY_DELAY", "0.005")),
 )
 # A store of files at the end of a slow link, so that there is time to draft meanwhile.
-STORE_PAGE = 32
+STORE_PAGE = 16
 STORE_DIRECTORY = str(Path(tempfile.gettempdir()) / f"vericache-store-{os.getpid()}")
 _LINK = json.dumps({"vericache": {"link_gb_per_s": 0.05}})
 _STORE = (
@@ -97,10 +97,35 @@ REMOTE_PACKED = ServerSpec(
 TIERED_RETRACTING = ServerSpec(
     (
         *(*FIXED, "--max-total-tokens", "1024", "--hicache-ratio", "12"),
-        *(*COPIES, "--vericache-tier", "host"),
+        *(*COPIES, "--vericache-tier", "host", "--page-size", "16"),
     ),
     env=RETRACTING.env,
 )
+
+
+def _auto(*flags: str) -> ServerSpec:
+    return ServerSpec((*_TIER, "--vericache-tier", "auto", *flags))
+
+
+def _remote(*flags: str) -> ServerSpec:
+    return ServerSpec((*FIXED, *_STORE, *_TIER, *flags), env=_STORE_ENV)
+
+
+# Every tier that moves KV, with every dtype and page size; some copy, some read in place.
+TIERS = {
+    ("host", "bfloat16", 1): TIERED["bfloat16"],
+    ("host", "bfloat16", 16): TIERED_RETRACTING,
+    ("host", "float32", 1): TIERED_LATE,
+    ("host", "float32", 16): TIERED["float32"],
+    ("auto", "bfloat16", 1): TIERED_AUTO,
+    ("auto", "bfloat16", 16): _auto("--page-size", "16", *COPIES),
+    ("auto", "float32", 1): _auto(*FP32),
+    ("auto", "float32", 16): _auto("--page-size", "16", *FP32, *COPIES),
+    ("remote", "bfloat16", 1): _remote("--page-size", "1", *COPIES),
+    ("remote", "bfloat16", 16): REMOTE,
+    ("remote", "float32", 1): _remote("--page-size", "1", *FP32),
+    ("remote", "float32", 16): _remote(*FP32, *COPIES),
+}
 # Stock SGLang on this CPU.
 STOCK = ServerSpec(
     ("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *FP32),

@@ -8,13 +8,15 @@ from server.specs import DRAFTING, TIERED
 
 METHODS = ("int8", "int4", "snapkv+int4", "snapkv-per-head+int8")
 CONTEXT = 700
+# So that those of two or three fit on the device of a server with tiers.
+TIER_CONTEXT = 420
 
 
-def asks(make_corpus, count, tokens, methods=METHODS):
+def asks(make_corpus, count, tokens, methods=METHODS, context=CONTEXT):
     """Methods and draft lengths in turn."""
     return [
         Ask(tuple(p), tokens, {"compressor": methods[i % len(methods)], "draft_len": 3 + i % 6})
-        for i, p in enumerate(make_corpus().prompts(count, CONTEXT))
+        for i, p in enumerate(make_corpus().prompts(count, context))
     ]
 
 
@@ -59,7 +61,7 @@ def test_packed_copies_are_what_drafts_read(server, off, make_corpus):
 @pytest.mark.server(TIERED["bfloat16"])
 def test_with_full_kv_on_the_host(server, off, make_corpus):
     """No slot of the KV pool is left to an offloaded request."""
-    given = asks(make_corpus, 8, 40, ("int4", "snapkv+int4"))
+    given = asks(make_corpus, 8, 24, ("int4", "snapkv+int4"), TIER_CONTEXT)
     before = server.counters()
     running = [server.submit(ask) for ask in given]
     seen = []
@@ -70,21 +72,21 @@ def test_with_full_kv_on_the_host(server, off, make_corpus):
     after = server.counters()
     assert after["offloads"] > before["offloads"]
     copied = ("staged_tokens", "copied_ahead")
-    assert sum(after[name] - before[name] for name in copied) > 2 * CONTEXT
+    assert sum(after[name] - before[name] for name in copied) > 2 * TIER_CONTEXT
     assert 0 < sum(a.accepted for a in found) < sum(a.drafted for a in found)
     most = max(seen, key=lambda rank: rank["tiers"]["offloaded"])
     assert most["tiers"]["offloaded"] > 2 and most["tiers"]["compressed"] == 0
-    assert max(rank["packed"]["int4"]["used"] for rank in seen if rank["packed"]) > 2 * CONTEXT
+    assert max(rank["packed"]["int4"]["used"] for rank in seen if rank["packed"]) > 2 * TIER_CONTEXT
 
 
 @pytest.mark.server(TIERED["float32"])
 def test_without_room_a_request_decodes_plainly(server, off, make_corpus):
     """Two of four copies fit; the others draft once somebody has ended."""
-    given = asks(make_corpus, 4, 32, ("int4",))
+    given = asks(make_corpus, 4, 24, ("int4",), TIER_CONTEXT)
     before = server.counters()["unpacked"]
     found = server.concurrently(given)
     assert_identical(found, off["float32"].answers(given))
     use = packed(server)["int4"]
-    assert 2 * CONTEXT < use["tokens"] < 3 * CONTEXT, "precondition"
+    assert 2 * TIER_CONTEXT < use["tokens"] < 3 * TIER_CONTEXT, "precondition"
     assert server.counters()["unpacked"] - before >= 2
     assert sum(a.drafted for a in found) > 0

@@ -17,7 +17,7 @@ from server.storing import ADMIN, PAGE, compute, flush, from_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.server(REMOTE)]
 
-CONTEXT = 20 * PAGE
+CONTEXT = 40 * PAGE
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},

@@ -30,7 +30,7 @@ bootstrap.install()
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-PAGES = 20
+PAGES = 40
 SCRIPT = Path(__file__).parents[2] / "scripts" / "mooncake_store.py"
 DIRECTORY = Path(STORE_DIRECTORY)
 

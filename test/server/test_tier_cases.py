@@ -32,12 +32,13 @@ def stream_and_abort(server, ask, chunks):
     return found
 
 
+@pytest.mark.parametrize("repeats", [3, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", FORCED)
-def test_cancelled_sharers_corrupt_nobody(dtype, server, off, make_corpus):
+def test_cancelled_sharers_corrupt_nobody(dtype, repeats, server, off, make_corpus):
     """K7: four requests share 128 tokens; two are cancelled and retried beside a stranger."""
     rng, corpus = random.Random(7), make_corpus()
     shared = tuple(corpus.prompt(128))
-    prompts = [shared + tuple(corpus.prompt(500)) for _ in range(4)] + [tuple(corpus.prompt(600))]
+    prompts = [shared + tuple(corpus.prompt(300)) for _ in range(4)] + [tuple(corpus.prompt(400))]
     given = [
         Ask(prompt, 16, {"compressor": DROPPERS[i % 4], "draft_len": 3})
         for i, prompt in enumerate(prompts)
@@ -45,7 +46,6 @@ def test_cancelled_sharers_corrupt_nobody(dtype, server, off, make_corpus):
     assert sum(map(len, prompts)) - 3 * len(shared) > TIER_TOKENS
     expected = off[dtype].answers(given)
     before, cut = server.counters(), 0
-    repeats = 3
     with ThreadPoolExecutor(2) as threads:
         for repeat in range(repeats):
             named = [
@@ -53,7 +53,7 @@ def test_cancelled_sharers_corrupt_nobody(dtype, server, off, make_corpus):
                     ask.prompt,
                     ask.tokens,
                     ask.vericache,
-                    fields={"rid": f"tier-share-{repeat}-{i}"},
+                    fields={"rid": f"tier-share-{repeats}-{repeat}-{i}"},
                 )
                 for i, ask in enumerate(given)
             ]
