@@ -1,6 +1,6 @@
 """Runs a Mooncake store on this machine: a master, and a segment of memory that it hands out.
 
-For trying and testing the remote tier (docs/tiers.md) over TCP. Prints the flags for a server when
+For trying and testing the remote tier (docs/remote.md) over TCP. Prints the flags for a server when
 the store is ready, runs until SIGTERM or SIGINT, and ends with its processes. Needs only the
 standard library and the package it runs.
 """
