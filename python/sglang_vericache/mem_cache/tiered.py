@@ -99,6 +99,7 @@ class TieredCache(UnifiedRadixCache):
             self.give_up_room()
             self.holdings.clear()
             self.stuck.clear()
+            self._queued.clear()
         super().reset()
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
