@@ -25,7 +25,7 @@ FP32 = ("--dtype", "float32")
 # With a fixed draft length (every shorter one and every compressor by request), by dtype.
 DRAFTING = {
     "bfloat16": ServerSpec((*FIXED, "--vericache-allow-unverified")),
-    "float32": ServerSpec((*FIXED, *FP32, "--page-size", "64", "--chunked-prefill-size", "512")),
+    "float32": ServerSpec((*FIXED, *FP32, "--page-size", "16", "--chunked-prefill-size", "512")),
 }
 # With adaptive draft lengths.
 ADAPTIVE = {
@@ -37,7 +37,11 @@ OFF = {
     "bfloat16": ServerSpec(("--vericache", "off")),
     "float32": ServerSpec(("--vericache", "off", *FP32)),
 }
-PAGE_SIZES = {1: DRAFTING["bfloat16"], 16: ADAPTIVE["bfloat16"], 64: DRAFTING["float32"]}
+PAGE_SIZES = {
+    1: DRAFTING["bfloat16"],
+    16: ADAPTIVE["bfloat16"],
+    64: ServerSpec((*FIXED, "--page-size", "64")),
+}
 # A pool smaller than one long request.
 POOL_TOKENS = 512
 CROWDED = ServerSpec((*FIXED, "--max-total-tokens", str(POOL_TOKENS)))
@@ -64,11 +68,11 @@ TIERED = {
 }
 # Only under pressure.
 TIERED_AUTO = ServerSpec((*_TIER, "--vericache-tier", "auto"))
-# A host pool of little more than one prompt.
+# A host pool of little more than one prompt, in large pages.
 TIERED_TIGHT = ServerSpec(
     (
         *(*FIXED, "--max-total-tokens", str(TIER_TOKENS), "--hicache-ratio", "0.32"),
-        *("--vericache-tier", "host"),
+        *("--vericache-tier", "host", "--page-size", "64"),
     )
 )
 # Copies that start up to 5 ms late, layer by layer.
