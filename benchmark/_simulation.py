@@ -22,7 +22,7 @@ from sglang_vericache.scheduler import Link
 if TYPE_CHECKING:
     from _policies import Policy
 
-# As in speculative/tiers.py: iterations somebody waits before plain decoding on staged KV yields.
+# As in speculative/staging.py: iterations somebody waits before plain decoding on staged KV yields.
 PATIENCE = 8
 
 

@@ -6,6 +6,7 @@ Case K9, and H14 for full and compressed KV; see ``tiering.py``.
 import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +167,38 @@ def test_a_verify_pass_waits_for_the_copy_of_another(begun):
     assert (model.cache.start_copies() < 0) == begun
     assert model.cache.holdings[second].copied_by == model.cache.holdings[first].copied_by >= 0
     model.verify(second)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
+def test_publishing_waits_for_the_copy_of_a_twin(waits, monkeypatch):
+    """A request that generated what another one did gets that one's slots, perhaps too early."""
+    model, ids = Model(1), list(range(1, 20))
+    for _ in "ab":
+        model.start(ids)
+    first, second = model.running
+    for req in model.running:
+        model.started = 1  # equal tokens
+        for _ in range(4):
+            model.decode(req)
+    model.offload(first)
+    for _ in range(2):
+        model.events()
+        model.sync()
+    model.evict(SLOTS)
+    stream = model.cache.cache_controller.l2_transfer_engine.host_to_device_stream
+    stream.launch(lambda: time.sleep(0.1))
+    assert model.cache.copy_ahead([first]) == 4, "precondition: the generated tokens are copied"
+    if not waits:
+        monkeypatch.setattr(model.cache, "_shares_copies", lambda node: False)
+    model.cache.publish(second)
+    row = model.rows.req_to_token[second.kv.req_pool_idx]
+    shared = model.rows.req_to_token[first.kv.req_pool_idx]
+    assert torch.equal(row[:23], shared[:23]), "precondition: the slots are those of the tree"
+    if waits:
+        model.compare(second, range(23), row, ())
+    else:
+        with pytest.raises(AssertionError, match="another token"):
+            model.compare(second, range(23), row, ())
 
 
 def test_how_long_a_copy_still_takes():

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 NAME = "vericache"
 # Weight of the latest copy in the mean speed of the link.
 LINK_RATE = 0.2
+# Weight of the latest pass in the share of full KV that has to be copied for one.
+LOADED_RATE = 0.1
 # Copies to the device that may run at once; stock allows three.
 COPIES = 8
 # Of the device's slots, how many may be lent.
@@ -50,7 +52,8 @@ class Holding:
         node: end of the prefix whose host copy it locks.
         host_lock: receipt of that lock.
         staged: whether the prefix is locked on the device now.
-        copied_by: index of the copy that brings it, or the last part of it, while that may run.
+        copied_by: index of a copy to wait for before the prefix is read: the one that brings it, or
+            the latest one that may bring a part of it for somebody else; -1 if all of it is there.
     """
 
     slots: Tensor
@@ -70,6 +73,8 @@ class TieredCache(UnifiedRadixCache):
         # index should be complete, and all of them.
         self.token_seconds = 0.0
         self._arrivals: dict[int, float] = {}
+        # Of the full KV that is staged, how much had left the device lately.
+        self.loaded_share = 1.0
         self._link_free = 0.0
         # Whose prefix, or a part of it, comes with the copies that are queued.
         self._queued: list[Holding] = []
@@ -191,9 +196,17 @@ class TieredCache(UnifiedRadixCache):
         )
 
     def publish(self, req: Req) -> None:
-        """Insert all committed KV of a request whose prefix is locked on the device."""
+        """Insert all committed KV of a request whose prefix is locked on the device.
+
+        Where the tree has the same tokens already the request reads those slots from now on, so
+        what may still be on its way to them is waited for.
+        """
         req.refresh_fill_ids()
         self.checkpoint(req, up_to=req.kv.kv_committed_len)
+        if self._shares_copies(req.last_node):
+            self.start_copies()
+            counter = self.cache_controller.layer_done_counter
+            counter.events[counter.producer_index].wait(counter.num_layers - 1)
 
     def offload(self, req: Req, slots: Tensor) -> bool:
         """Leave the prefix of a request that is on the device to its host copy.
@@ -259,11 +272,14 @@ class TieredCache(UnifiedRadixCache):
             if not self.load_back(holding.node):
                 return None
             loaded = len(controller.load_queue[-1].device_indices)
+        share = loaded / req.kv.cache_protected_len
+        self.loaded_share += LOADED_RATE * (share - self.loaded_share)
         # Somebody else's copy may be on its way to these slots, or queued; copies arrive in order.
-        if controller.load_queue:
-            self._queued.append(holding)
-        elif controller.ack_load_queue:
-            holding.copied_by = controller.layer_done_counter.producer_index
+        if loaded or self._shares_copies(holding.node):
+            if controller.load_queue:
+                self._queued.append(holding)
+            else:
+                holding.copied_by = controller.layer_done_counter.producer_index
         req.lock = self.lock(holding.node)
         req.skip_radix_cache_insert = False
         holding.staged = True
@@ -444,6 +460,13 @@ class TieredCache(UnifiedRadixCache):
         table = self.req_to_token_pool.req_to_token
         row: Tensor = table[req.kv.req_pool_idx, : req.kv.cache_protected_len]
         return row
+
+    def _shares_copies(self, node: int) -> bool:
+        """Whether a copy to the device that is queued or runs may bring a part of this prefix."""
+        ends = [node, *(ongoing.node_id for ongoing in self.ongoing_load_back.values())]
+        own, *others = self.tree_core.collect_path_info(ends)
+        ids = {each.node_id for each in own}
+        return any(each.node_id in ids for path in others for each in path)
 
     def _back_up(self, node: int) -> bool:
         """Copy a node and its ancestors to the host, unless they are there; False without room."""

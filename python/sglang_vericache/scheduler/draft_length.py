@@ -170,11 +170,12 @@ class AdaptiveLength(DraftLength):
         state.agreement.record(drafted, accepted)
         self._fleet.record(drafted, accepted)
         self._confidence.record(margins, accepted)
-        spent, tokens = 1.0 + max(drafted - state.overdue, 0) * state.price, accepted + 1
+        own = max(drafted - state.overdue, 0)
+        spent, tokens = 1.0 + own * state.price, accepted + 1
         state.overdue = 0
         state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
         if not state.drafting:
-            state.probe_held = 0 < drafted == accepted
+            state.probe_held = 0 < own <= accepted == drafted
             self._probe_savings = min(self._probe_savings + PROBE_SHARE, MAX_CREDIT)
 
     def forget(self, rid: Hashable) -> None:

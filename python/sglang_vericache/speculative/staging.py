@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from sglang_vericache.speculative.state import RequestState
 
-# Weight of the latest pass in the share of full KV that has to be copied for one.
-LOADED_RATE = 0.1
 # Iterations that somebody waits before a request that decodes plainly on its staged KV yields.
 PATIENCE = 8
 
@@ -26,7 +24,7 @@ class Arranged(NamedTuple):
     Attributes:
         actions: those planned, but for requests whose full KV is not there: they draft one more
             token, or ``WAIT`` if they may not.
-        loaded: tokens whose copies this pass waits for.
+        loaded: tokens whose copies begin with this pass, which waits for them.
         copies: index of those copies for ``ScheduleBatch.hicache_consumer_index``.
         on_host: whose full KV is read in host memory.
     """
@@ -56,8 +54,6 @@ class Staging:
     ) -> None:
         self._cache, self._counters = cache, counters
         self._may_leave = may_leave
-        # Of the full KV of a request that verifies, how much had left the device lately.
-        self._loaded_share = 1.0
         # Serials of requests that found no room, longest wait first.
         self._waiting: list[Hashable] = []
         self.waited = 0
@@ -68,7 +64,7 @@ class Staging:
         """Tokens that the next verify pass of a request is expected to copy."""
         if self.in_place or req not in self._cache.holdings:
             return 0.0
-        return self._loaded_share * req.kv.cache_protected_len
+        return self._cache.loaded_share * req.kv.cache_protected_len
 
     def link(self) -> Link | None:
         """What the planner is told about copies; None if there are none."""
@@ -184,22 +180,27 @@ class Staging:
         if self.waited == 0 or self.waited % PATIENCE:
             return []
         holdings = self._cache.holdings
-        return [i for i in due if holdings[states[i].req].staged and not states[i].drafts]
+        return [
+            i
+            for i in due
+            if not states[i].drafts
+            and holdings[states[i].req].staged
+            and self._cache.copy_seconds_left(states[i].req) == 0
+        ]
 
     def _stage(self, req: Req, may_finish_copies: bool) -> int | None:
         """Tokens to be copied for a request that verifies now; None without room."""
         if self._cache.holdings[req].staged:
             return 0
         loaded = self._cache.stage(req)
-        if loaded is None and may_finish_copies:
-            self._cache.finish_copies()
+        room_comes = any(held.staged for held in self._cache.holdings.values())
+        if loaded is None and may_finish_copies and not room_comes:
+            self._cache.finish_copies()  # those that run hold locks
             loaded = self._cache.stage(req)
         if loaded is None:
             return None
         self._counters.stages += 1
         self._counters.staged_tokens += loaded
-        share = loaded / req.kv.cache_protected_len
-        self._loaded_share += LOADED_RATE * (share - self._loaded_share)
         return loaded
 
     def _turn(self, serial: Hashable) -> int:

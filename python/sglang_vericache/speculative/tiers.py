@@ -89,7 +89,6 @@ class Tiers:
         self._growth = len(states) * (self._config.reserved_draft_len + 1)
         self._leaving.clear()
         waits = self.staging.waited > 0 and self.staging.waited % PATIENCE == 0
-        tokens = 0
         for state in states:
             between_rounds = state.has_view and state.view_length and not state.drafts
             if not between_rounds:
@@ -101,8 +100,8 @@ class Tiers:
                 continue
             if not self._may_leave(state) or not self._cache.host_has_room(state.committed):
                 continue
-            if waits or self._should_leave(tokens + state.committed):
-                tokens += state.committed
+            if waits or self._should_leave(state.committed):
+                self._planner.leaves(state.serial, state.committed)
                 self._leaving.add(state.serial)
                 state.has_view = False
                 waits = False
@@ -127,12 +126,18 @@ class Tiers:
 
     def _may_leave(self, state: RequestState) -> bool:
         """Whether a request can leave its full KV to the host, and room is won by it."""
-        can = state.limit > 0 and self._cache.can_offload(state.req)
-        return can and _gives_room(state.dropper)
+        config, gated = self._config, state.barred or (state.has_view and not state.view_length)
+        gated |= config.draft_len is None and state.committed < config.min_context
+        return not gated and self._can_leave(state) and _gives_room(state.dropper)
+
+    def _can_leave(self, state: RequestState) -> bool:
+        """Whether a request drafts, and the tree may own its KV."""
+        drafts = state.limit > 0 and not state.unverified
+        return drafts and self._cache.can_offload(state.req)
 
     def _wants(self, state: RequestState) -> bool:
         """Whether a request about to draft should leave its full KV to the host."""
-        if state.limit == 0 or not self._cache.can_offload(state.req):
+        if not self._can_leave(state):
             return False
         if self._config.tier == "host" or state.serial in self._leaving:
             return True
@@ -170,16 +175,11 @@ class Tiers:
     def _store_copy(self, state: RequestState, view: DraftView) -> None:
         """Have the compressed copy written beside the full KV that SGLang writes."""
         spans, req = self._cache.spans, state.req
-        own = (self._config.compressor_settings, self._config.compressor)
-        if (
-            spans is None
-            or req.skip_radix_cache_insert
-            or own
-            != (
-                state.settings,
-                state.compressor,
-            )
-        ):
+        if spans is None or req.skip_radix_cache_insert:
+            return
+        # Copies in a store are all of the server's own kind.
+        kind = self._config.compressor, self._config.compressor_settings
+        if (state.compressor, state.settings) != kind:
             return
         tokens = [*req.origin_input_ids, *req.output_ids][: view.length]
         names = spans.names(tokens, req.extra_key, req.cache_salt)
