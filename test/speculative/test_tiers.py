@@ -164,6 +164,12 @@ def test_only_residents_that_draft_from_less_are_expected_to_leave(setup):
     resident.dropper.codec = "int4"
     staging.arrange(states, [VERIFY, DRAFT], ())
     assert not tree.stuck, "its drafts need no slot of the KV pool"
+    for name, value in {"unverified": True, "barred": True, "limit": 0, "view_length": 0}.items():
+        before = getattr(resident, name)
+        setattr(resident, name, value)
+        staging.arrange(states, [VERIFY, DRAFT], ())
+        assert tree.stuck == {states[0].req}, f"it never leaves: {name}"
+        setattr(resident, name, before)
 
 
 def test_who_comes_late_drafts_on_and_holds_up_nobody(setup):
