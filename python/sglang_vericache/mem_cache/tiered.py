@@ -264,12 +264,13 @@ class TieredCache(UnifiedRadixCache):
         The copy is queued; ``ready_to_load_host_cache`` starts it.
 
         Returns:
-            Tokens to be copied, 0 if all are still on the device; None without room for them.
+            Tokens to be copied, 0 if all are still on the device; None without room for them, or
+            while ``COPIES`` run.
         """
         holding, controller = self.holdings[req], self.cache_controller
         loaded = 0
         if self.tree_core.is_full_device_evicted(holding.node):
-            if not self.load_back(holding.node):
+            if not self._following_event().query() or not self.load_back(holding.node):
                 return None
             loaded = len(controller.load_queue[-1].device_indices)
         share = loaded / req.kv.cache_protected_len
@@ -358,9 +359,7 @@ class TieredCache(UnifiedRadixCache):
         controller = self.cache_controller
         if not controller.load_queue:
             return -1
-        counter = controller.layer_done_counter
-        following = (counter.producer_index + 1) % counter.num_counters
-        counter.events[following].finish_event.synchronize()  # stock only asserts that it is free
+        self._following_event().synchronize()  # stock only asserts that it is free
         tokens = sum(len(operation.device_indices) for operation in controller.load_queue)
         index = int(super().ready_to_load_host_cache())
         self._link_free = max(self._link_free, time.monotonic()) + tokens * self.token_seconds
@@ -460,6 +459,11 @@ class TieredCache(UnifiedRadixCache):
         table = self.req_to_token_pool.req_to_token
         row: Tensor = table[req.kv.req_pool_idx, : req.kv.cache_protected_len]
         return row
+
+    def _following_event(self) -> Any:
+        """When the copy that had the index of the next one is complete."""
+        counter = self.cache_controller.layer_done_counter
+        return counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event
 
     def _shares_copies(self, node: int) -> bool:
         """Whether a copy to the device that is queued or runs may bring a part of this prefix."""
