@@ -189,7 +189,7 @@ def test_publishing_waits_for_the_copy_of_a_twin(waits, monkeypatch):
     stream.launch(lambda: time.sleep(0.1))
     assert model.cache.copy_ahead([first]) == 4, "precondition: the generated tokens are copied"
     if not waits:
-        monkeypatch.setattr(model.cache, "_shares_copies", lambda node: False)
+        monkeypatch.setattr(model.cache, "shares_copies", lambda node: False)
     model.cache.publish(second)
     row = model.rows.req_to_token[second.kv.req_pool_idx]
     shared = model.rows.req_to_token[first.kv.req_pool_idx]

@@ -8,13 +8,11 @@ only (``offload``), get them back for one pass (``stage``) and give the device s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, EvictResult
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
@@ -22,10 +20,10 @@ from sglang.srt.mem_cache.registry import (
     get_radix_cache_factory,
     register_radix_cache_backend,
 )
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
 from sglang_vericache.config import config_of
+from sglang_vericache.mem_cache.copying import CopyingCache
 from sglang_vericache.mem_cache.span_store import SpanStore, namespace_of
 from sglang_vericache.mem_cache.storage_hooks import storage_of
 
@@ -33,12 +31,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 NAME = "vericache"
-# Weight of the latest copy in the mean speed of the link.
-LINK_RATE = 0.2
 # Weight of the latest pass in the share of full KV that has to be copied for one.
 LOADED_RATE = 0.1
-# Copies to the device that may run at once; stock allows three.
-COPIES = 8
 # Of the device's slots, how many may be lent.
 LENT_SHARE = 0.25
 
@@ -63,19 +57,14 @@ class Holding:
     copied_by: int = -1
 
 
-class TieredCache(UnifiedRadixCache):
+class TieredCache(CopyingCache):
     """The tree and, for each request with an offloaded prefix, its ``Holding``."""
 
     def __init__(self, params: Any):
         super().__init__(params)
         self.holdings: dict[Req, Holding] = {}
-        # Time to copy one token's KV to the device, 0 before it was measured; when the copy of each
-        # index should be complete, and all of them.
-        self.token_seconds = 0.0
-        self._arrivals: dict[int, float] = {}
         # Of the full KV that is staged, how much had left the device lately.
         self.loaded_share = 1.0
-        self._link_free = 0.0
         # Whose prefix, or a part of it, comes with the copies that are queued.
         self._queued: list[Holding] = []
         # How many slots of its prompt a request will leave to the host.
@@ -111,10 +100,6 @@ class TieredCache(UnifiedRadixCache):
         """Set up the host pool; prefixes of any length come back from it."""
         super().init_hicache(server_args, params)
         self.load_back_threshold = 1
-        counter = self.cache_controller.layer_done_counter
-        while len(counter.events) < COPIES:
-            counter.events.append(LayerLoadingEvent(counter.num_layers))
-        counter.num_counters = len(counter.events)
         config = config_of(server_args)
         if config is not None and config.tier == "remote":
             controller = self.cache_controller
@@ -203,10 +188,9 @@ class TieredCache(UnifiedRadixCache):
         """
         req.refresh_fill_ids()
         self.checkpoint(req, up_to=req.kv.kv_committed_len)
-        if self._shares_copies(req.last_node):
+        if self.shares_copies(req.last_node):
             self.start_copies()
-            counter = self.cache_controller.layer_done_counter
-            counter.events[counter.producer_index].wait(counter.num_layers - 1)
+            self.await_index(self.latest_copy)
 
     def offload(self, req: Req, slots: Tensor) -> bool:
         """Leave the prefix of a request that is on the device to its host copy.
@@ -270,17 +254,17 @@ class TieredCache(UnifiedRadixCache):
         holding, controller = self.holdings[req], self.cache_controller
         loaded = 0
         if self.tree_core.is_full_device_evicted(holding.node):
-            if not self._following_event().query() or not self.load_back(holding.node):
+            if not self.may_start_copy() or not self.load_back(holding.node):
                 return None
             loaded = len(controller.load_queue[-1].device_indices)
         share = loaded / req.kv.cache_protected_len
         self.loaded_share += LOADED_RATE * (share - self.loaded_share)
         # Somebody else's copy may be on its way to these slots, or queued; copies arrive in order.
-        if loaded or self._shares_copies(holding.node):
+        if loaded or self.shares_copies(holding.node):
             if controller.load_queue:
                 self._queued.append(holding)
             else:
-                holding.copied_by = controller.layer_done_counter.producer_index
+                holding.copied_by = self.latest_copy
         req.lock = self.lock(holding.node)
         req.skip_radix_cache_insert = False
         holding.staged = True
@@ -336,74 +320,27 @@ class TieredCache(UnifiedRadixCache):
     def await_copy(self, req: Req) -> None:
         """Hold the current stream until the copy that brings a request's prefix is complete."""
         holding = self.holdings.get(req)
-        if holding is None or holding.copied_by < 0:
-            return
-        counter = self.cache_controller.layer_done_counter
-        counter.events[holding.copied_by].wait(counter.num_layers - 1)
-        holding.copied_by = -1
-
-    def ready_to_load_host_cache(self) -> int:
-        """Start the queued copies to the device; SGLang calls it for a prefill batch.
-
-        Returns:
-            Index of the latest copy that may still run, -1 if there is none: a prefix that the
-            batch found on the device may be one that a copy ahead is still writing.
-        """
-        index = self.start_copies()
-        if index < 0 and self.cache_controller.ack_load_queue:
-            index = self.cache_controller.layer_done_counter.producer_index
-        return index
+        if holding is not None and holding.copied_by >= 0:
+            self.await_index(holding.copied_by)
+            holding.copied_by = -1
 
     def start_copies(self) -> int:
-        """Start the queued copies to the device; their index, -1 if there are none."""
-        controller = self.cache_controller
-        if not controller.load_queue:
-            return -1
-        self._following_event().synchronize()  # stock only asserts that it is free
-        tokens = sum(len(operation.device_indices) for operation in controller.load_queue)
-        index = int(super().ready_to_load_host_cache())
-        self._link_free = max(self._link_free, time.monotonic()) + tokens * self.token_seconds
-        self._arrivals[index] = self._link_free
-        for holding in self._queued:
-            if holding.staged:
-                holding.copied_by = index
-        self._queued.clear()
+        """Also tell those whose prefix comes with them."""
+        index = super().start_copies()
+        if index >= 0:
+            for holding in self._queued:
+                if holding.staged:
+                    holding.copied_by = index
+            self._queued.clear()
         return index
+
+    def copy_seconds_left(self, req: Req) -> float:
+        """How long the copy that brings a request's prefix should still take."""
+        return self.seconds_left(self.holdings[req].copied_by)
 
     def comes_with(self, req: Req, index: int) -> bool:
         """Whether a request's prefix, or a part of it, is brought by that copy."""
         return 0 <= index == self.holdings[req].copied_by
-
-    def copy_seconds_left(self, req: Req) -> float:
-        """How long the copy that brings a request's prefix should still take."""
-        index = self.holdings[req].copied_by
-        if index < 0:
-            return 0.0
-        counter = self.cache_controller.layer_done_counter
-        if counter.events[index].finish_event.query():
-            return 0.0
-        return max(self._arrivals[index] - time.monotonic(), 0.0)
-
-    def loading_check(self, finish_count: int | None = None) -> None:
-        """Also measure the link."""
-        for ack in self.cache_controller.ack_load_queue[:finish_count]:
-            if ack.timing_enabled and ack.num_tokens and ack.finish_event.query():
-                seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
-                each = seconds / ack.num_tokens
-                self.token_seconds += (LINK_RATE if self.token_seconds else 1.0) * (
-                    each - self.token_seconds
-                )
-        super().loading_check(finish_count)
-
-    def finish_copies(self) -> None:
-        """Wait for all copies, which hold locks, and give those up."""
-        controller = self.cache_controller
-        if controller is None:
-            return
-        self.flush_pending_backups()
-        for ack in (*controller.ack_write_queue, *controller.ack_load_queue):
-            ack.finish_event.synchronize()
-        self.check_hicache_events()
 
     def missing(self, reqs: Sequence[Req]) -> int:
         """Slots that the smallest stuck one of ``reqs`` lacks; 0 if none is."""
@@ -459,18 +396,6 @@ class TieredCache(UnifiedRadixCache):
         table = self.req_to_token_pool.req_to_token
         row: Tensor = table[req.kv.req_pool_idx, : req.kv.cache_protected_len]
         return row
-
-    def _following_event(self) -> Any:
-        """When the copy that had the index of the next one is complete."""
-        counter = self.cache_controller.layer_done_counter
-        return counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event
-
-    def _shares_copies(self, node: int) -> bool:
-        """Whether a copy to the device that is queued or runs may bring a part of this prefix."""
-        ends = [node, *(ongoing.node_id for ongoing in self.ongoing_load_back.values())]
-        own, *others = self.tree_core.collect_path_info(ends)
-        ids = {each.node_id for each in own}
-        return any(each.node_id in ids for path in others for each in path)
 
     def _back_up(self, node: int) -> bool:
         """Copy a node and its ancestors to the host, unless they are there; False without room."""
