@@ -110,30 +110,6 @@ def test_full_kv_is_read_on_the_host_as_it_was():
         model.read_host(req)
 
 
-def capacity(ratio):
-    """Requests of 32 tokens that the device takes until one finds no room."""
-    model = Model(1, host_ratio=20.0, requests=30, ratio=ratio)
-    for i in range(30):
-        model.start([100 * i + j for j in range(1, 33)])
-        if len(model.running) == i:
-            break
-        if ratio < 1:
-            model.offload(model.running[-1])
-            model.sync()
-            model.events()
-    model.check()
-    return len(model.running)
-
-
-def test_capacity_grows_as_copies_shrink():
-    """Z6: one request at a time is on the device as a whole, the others as copies."""
-    found = {ratio: capacity(ratio) for ratio in (1, 1 / 2, 1 / 4, 1 / 8)}
-    assert found == {
-        ratio: SLOTS // 32 if ratio == 1 else 1 + int((SLOTS - 32) / (32 * ratio))
-        for ratio in found
-    }
-
-
 def test_a_retracted_request_is_found_on_the_host():
     model, ids = Model(1), list(range(1, 17))
     model.start(ids)

@@ -74,10 +74,10 @@ class Transfers:
 class Model:
     """The cache, its requests, and what must be true of them whatever happened."""
 
-    def __init__(self, page, host_ratio=4.0, requests=REQUESTS, ratio=1 / 3):
-        self.page, self.requests, self.stride = page, requests, round(1 / ratio)
+    def __init__(self, page, host_ratio=4.0):
+        self.page = page
         config = CacheConfig(
-            page_size=page, kv_size=SLOTS, num_layers=LAYERS, max_num_reqs=requests
+            page_size=page, kv_size=SLOTS, num_layers=LAYERS, max_num_reqs=REQUESTS
         )
         stock, self.allocator, self.rows = build_fixture(config)
         self.cache = TieredCache(stock.cache_init_params)
@@ -92,7 +92,7 @@ class Model:
         self.cache.init_hicache(server_args, stock.cache_init_params)
         atexit.unregister(self.cache.shutdown)
         self.pool = self.allocator.get_kvcache()
-        self.store = ViewStore(requests + 1, LAYERS, 1, LONGEST, "cpu")
+        self.store = ViewStore(REQUESTS + 1, LAYERS, 1, LONGEST, "cpu")
         self.running: list[Req] = []
         self.kept: dict[Req, list[int]] = {}
         self.total = self.allocator.available_size()
@@ -141,7 +141,7 @@ class Model:
 
     def start(self, ids):
         """Match, load what the host has, prefill the rest, publish it."""
-        if len(self.running) == self.requests:
+        if len(self.running) == REQUESTS:
             return
         self.started += 1
         params = SamplingParams(max_new_tokens=8)
@@ -187,7 +187,7 @@ class Model:
         self.kept.pop(req, None)
         self.cache.publish(req)
         length = req.kv.kv_committed_len
-        kept = list(range(0, length, self.stride))
+        kept = list(range(0, length, 3))
         row = self.rows.req_to_token[req.kv.req_pool_idx, :length]
         view = DraftView((torch.tensor([kept], dtype=torch.int32),) * LAYERS, length)
         self.store.put(req.kv.req_pool_idx, view, row)
