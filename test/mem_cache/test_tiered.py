@@ -95,7 +95,30 @@ def test_full_kv_comes_back_as_it_was():
     req = host_only(model, list(range(1, 33)))
     assert model.allocator.available_size() == model.total - model.cache.compressed_size()
     model.stage(req)
-    assert model.staged == 32
+    assert 0 < model.staged == 32 - len(model.kept[req])  # the others are in the compressed copy
+    model.check()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_what_the_compressed_copy_has_is_not_copied(page):
+    """Negative control: with another copy the full KV that comes back is another one."""
+    model = Model(page)
+    req = host_only(model, list(range(1, 33)))
+    model.pool.get_kv_buffer(1)[0][model.cache.holdings[req].slots] += 1
+    with pytest.raises(AssertionError, match="another token's key"):
+        model.stage(req)
+    assert 0 < model.staged < 32
+    model.sync()
+
+
+@pytest.mark.parametrize(("page", "kept"), [(1, {18, 21, *range(24, 32)}), (4, range(24, 32))])
+def test_a_part_of_a_prefix_comes_back(page, kept):
+    model = Model(page)
+    req = host_only(model, list(range(1, 33)))
+    model.start([*range(1, 17), 99, 98, 97, 96])  # brings the first half, and keeps it
+    model.stage(req)
+    assert set(model.kept[req]) >= set(kept)
+    assert model.staged == 16 - len(kept)
     model.check()
 
 
@@ -181,6 +204,7 @@ def test_publishing_waits_for_the_copy_of_a_twin(waits, monkeypatch):
         for _ in range(4):
             model.decode(req)
     model.offload(first)
+    model.cache.holdings[first].parts = None  # all of it comes from the host
     for _ in range(2):
         model.events()
         model.sync()
@@ -207,7 +231,7 @@ def test_how_long_a_copy_still_takes():
     assert model.cache.copy_seconds_left(first) == 0.0, "nothing was begun"
     stream = model.cache.cache_controller.l2_transfer_engine.host_to_device_stream
     stream.launch(lambda: time.sleep(0.05))
-    model.cache.token_seconds = 1.0
+    model.cache._copied_tokens = model.cache._copied_seconds = 1.0
     tokens = model.cache.copy_ahead([first])
     assert 0.5 * tokens < model.cache.copy_seconds_left(first) <= tokens
     stream.synchronize()

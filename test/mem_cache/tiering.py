@@ -99,7 +99,6 @@ class Model:
         self.transfers = Transfers()
         self.started = 0
         self.staged = self.read_in_place = 0
-        self.cache.reads_host = True
         self.cache.give_up_room = self.take_back_all
 
     def events(self):
@@ -187,7 +186,8 @@ class Model:
         self.kept.pop(req, None)
         self.cache.publish(req)
         length = req.kv.kv_committed_len
-        kept = list(range(0, length, 3))
+        # Some tokens, then whole pages.
+        kept = sorted({*range(0, length, 3), *range(length * 3 // 4, length)})
         row = self.rows.req_to_token[req.kv.req_pool_idx, :length]
         view = DraftView((torch.tensor([kept], dtype=torch.int32),) * LAYERS, length)
         self.store.put(req.kv.req_pool_idx, view, row)
@@ -195,7 +195,7 @@ class Model:
         if slots is None:
             return
         self.store.relocate(req.kv.req_pool_idx, self.pool, slots)
-        if self.cache.offload(req, slots):
+        if self.cache.offload(req, slots, view):
             self.kept[req] = kept
         else:
             self.allocator.free(slots)
@@ -222,7 +222,9 @@ class Model:
 
     def read_host(self, req):
         """A verify pass that reads the prefix where it lies, as on a CPU."""
-        if not self.cache.may_read_host(req):
+        self.cache.reads_host = True
+        readable, self.cache.reads_host = self.cache.may_read_host(req), False
+        if not readable:
             return
         slots = self.cache.host_slots(req)
         assert len(slots) == req.kv.cache_protected_len

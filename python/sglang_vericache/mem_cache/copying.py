@@ -9,12 +9,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from sglang.srt.managers.cache_controller import LayerLoadingEvent
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_vericache.mem_cache.parts import PartTransferEngine, Way, whole
 
 # Copies to the device that may run at once; stock allows three.
 COPIES = 8
-# Weight of the latest copy in the mean speed of the link.
+# Weight of the latest copy in the means that the speed of the link is a ratio of.
 LINK_RATE = 0.2
 
 
@@ -23,8 +27,10 @@ class CopyingCache(UnifiedRadixCache):
 
     def __init__(self, params: Any):
         super().__init__(params)
-        self.token_seconds = 0.0
-        """Time to copy one token's KV to the device; 0 before it was measured."""
+        # Means over copies.
+        self._copied_tokens = self._copied_seconds = 0.0
+        # What queued copies move, by operation and layer, where it is not all of their tokens.
+        self._ways: dict[int, list[Way]] = {}
         # When the copy of each index should be complete, and all of them.
         self._arrivals: dict[int, float] = {}
         self._link_free = 0.0
@@ -36,6 +42,24 @@ class CopyingCache(UnifiedRadixCache):
         while len(counter.events) < COPIES:
             counter.events.append(LayerLoadingEvent(counter.num_layers))
         counter.num_counters = len(counter.events)
+        self.cache_controller.l2_transfer_engine = PartTransferEngine(
+            self.cache_controller.io_backend
+        )
+
+    @property
+    def token_seconds(self) -> float:
+        """Time to copy one token's KV to the device; 0 before it was measured.
+
+        Of all tokens copied lately, so that what a copy costs whatever its size, or one that was
+        held up, does not count as the price of a few tokens.
+        """
+        return self._copied_seconds / self._copied_tokens if self._copied_tokens else 0.0
+
+    @property
+    def copies_parts(self) -> bool:
+        """Whether a copy may leave out tokens of a layer: with SGLang's usual host pool."""
+        host = self.cache_controller.mem_pool_host.anchor_entry.host_pool
+        return type(host) is MHATokenToKVPoolHost
 
     @property
     def latest_copy(self) -> int:
@@ -52,8 +76,11 @@ class CopyingCache(UnifiedRadixCache):
         if not controller.load_queue:
             return -1
         self._following_event().synchronize()  # stock only asserts that it is free
-        tokens = sum(len(operation.device_indices) for operation in controller.load_queue)
+        ways = self._queued_ways()
+        tokens = sum(len(way.source) for way in ways) / len(ways)
+        controller.l2_transfer_engine.ways = ways
         index = int(super().ready_to_load_host_cache())
+        controller.ack_load_queue[-1] = controller.ack_load_queue[-1]._replace(num_tokens=tokens)
         self._link_free = max(self._link_free, time.monotonic()) + tokens * self.token_seconds
         self._arrivals[index] = self._link_free
         return index
@@ -94,9 +121,10 @@ class CopyingCache(UnifiedRadixCache):
         """Also measure the link."""
         for ack in self.cache_controller.ack_load_queue[:finish_count]:
             if ack.timing_enabled and ack.num_tokens and ack.finish_event.query():
-                seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3 / ack.num_tokens
-                weight = LINK_RATE if self.token_seconds else 1.0
-                self.token_seconds += weight * (seconds - self.token_seconds)
+                seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
+                weight = LINK_RATE if self._copied_tokens else 1.0
+                self._copied_tokens += weight * (ack.num_tokens - self._copied_tokens)
+                self._copied_seconds += weight * (seconds - self._copied_seconds)
         super().loading_check(finish_count)
 
     def finish_copies(self) -> None:
@@ -108,6 +136,24 @@ class CopyingCache(UnifiedRadixCache):
         for ack in (*controller.ack_write_queue, *controller.ack_load_queue):
             ack.finish_event.synchronize()
         self.check_hicache_events()
+
+    def leave_out(self, ways: list[Way]) -> None:
+        """Have the copy that was queued last move these tokens only."""
+        self._ways[self.cache_controller.load_queue[-1].id] = ways
+
+    def _queued_ways(self) -> list[Way]:
+        """What all queued copies move, by layer, where SGLang's transfers want the slots."""
+        controller = self.cache_controller
+        layers = controller.transfer_layer_id_max
+        each = [
+            self._ways.pop(op.id, []) or whole(op.host_indices, op.device_indices, layers)
+            for op in controller.load_queue
+        ]
+        merged = [Way(*map(torch.cat, zip(*ways, strict=True))) for ways in zip(*each, strict=True)]
+        counts = [len(way.source) for way in merged]
+        device = controller.device if controller.io_backend == "kernel" else "cpu"
+        sources, targets = (torch.cat(slots).to(device) for slots in zip(*merged, strict=True))
+        return list(map(Way, sources.split(counts), targets.split(counts)))
 
     def _following_event(self) -> Any:
         """When the copy that had the index of the next one is complete."""

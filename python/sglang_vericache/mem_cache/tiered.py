@@ -23,7 +23,9 @@ from sglang.srt.mem_cache.registry import (
 from torch import Tensor
 
 from sglang_vericache.config import config_of
+from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.copying import CopyingCache
+from sglang_vericache.mem_cache.parts import Parts, copy_held
 from sglang_vericache.mem_cache.span_store import SpanStore, namespace_of
 from sglang_vericache.mem_cache.storage_hooks import storage_of
 
@@ -46,6 +48,7 @@ class Holding:
         node: end of the prefix whose host copy it locks.
         host_lock: receipt of that lock.
         staged: whether the prefix is locked on the device now.
+        parts: what the compressed copy has of the prefix; None: nothing that a copy may leave out.
         copied_by: index of a copy to wait for before the prefix is read: the one that brings it, or
             the latest one that may bring a part of it for somebody else; -1 if all of it is there.
     """
@@ -54,6 +57,7 @@ class Holding:
     node: int
     host_lock: DecLockRefParams
     staged: bool
+    parts: Parts | None = None
     copied_by: int = -1
 
 
@@ -94,6 +98,7 @@ class TieredCache(CopyingCache):
             self.holdings.clear()
             self.stuck.clear()
             self._queued.clear()
+            self._ways.clear()
         super().reset()
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -192,12 +197,14 @@ class TieredCache(CopyingCache):
             self.start_copies()
             self.await_index(self.latest_copy)
 
-    def offload(self, req: Req, slots: Tensor) -> bool:
+    def offload(self, req: Req, slots: Tensor, view: DraftView | None = None) -> bool:
         """Leave the prefix of a request that is on the device to its host copy.
 
         Args:
             req: a request for which ``can_offload`` holds.
             slots: of its compressed copy, from ``allocate``; freed when the request ends.
+            view: what the copy was made from, if entry ``j`` is the j-th listed token of every
+                layer and head as it was: copies to the device leave out what it has.
 
         Returns:
             Whether it is done; if the host pool has no room everything stays as it is, and
@@ -207,7 +214,10 @@ class TieredCache(CopyingCache):
             return False
         assert req not in self.holdings
         lock = self.inc_host_lock_ref(req.last_node).to_dec_params()
-        self.holdings[req] = Holding(slots, req.last_node, lock, staged=True)
+        parts = None
+        if view is not None and self.copies_parts and not self.reads_host:
+            parts = Parts(view, req.kv.cache_protected_len, self.page_size)
+        self.holdings[req] = Holding(slots, req.last_node, lock, True, parts)
         self.release(req)
         return True
 
@@ -242,21 +252,21 @@ class TieredCache(CopyingCache):
         req.skip_radix_cache_insert = True
         self._row(req).zero_()
 
-    def stage(self, req: Req) -> int | None:
+    def stage(self, req: Req) -> float | None:
         """Bring an offloaded prefix to the device and lock it there.
 
         The copy is queued; ``ready_to_load_host_cache`` starts it.
 
         Returns:
-            Tokens to be copied, 0 if all are still on the device; None without room for them, or
-            while ``COPIES`` run.
+            Tokens to be copied, a mean over layers; 0 if all are still on the device; None without
+            room for them, or while ``COPIES`` run.
         """
         holding, controller = self.holdings[req], self.cache_controller
-        loaded = 0
+        loaded = 0.0
         if self.tree_core.is_full_device_evicted(holding.node):
             if not self.may_start_copy() or not self.load_back(holding.node):
                 return None
-            loaded = len(controller.load_queue[-1].device_indices)
+            loaded = self._leave_out_held(holding)
         share = loaded / req.kv.cache_protected_len
         self.loaded_share += LOADED_RATE * (share - self.loaded_share)
         # Somebody else's copy may be on its way to these slots, or queued; copies arrive in order.
@@ -303,17 +313,17 @@ class TieredCache(CopyingCache):
         largest = max(*sizes, len(newcomer.origin_input_ids))
         return max(0, largest - self.gives_back(newcomer))
 
-    def copy_ahead(self, reqs: Sequence[Req]) -> int:
+    def copy_ahead(self, reqs: Sequence[Req]) -> float:
         """Begin to stage requests that verify in a later iteration, as far as there is room.
 
         Returns:
             Tokens to be copied.
         """
-        controller, total = self.cache_controller, 0
+        controller, total = self.cache_controller, 0.0
         if len(controller.ack_load_queue) + 1 >= controller.layer_done_counter.num_counters:
             return 0  # one is kept for passes that are due
         for req in reqs:
-            total += self.stage(req) or 0
+            total += self.stage(req) or 0.0
         self.start_copies()
         return total
 
@@ -391,6 +401,21 @@ class TieredCache(CopyingCache):
             "offloaded": sum(not held.staged for held in self.holdings.values()),
             "staged": sum(held.staged for held in self.holdings.values()),
         }
+
+    def _leave_out_held(self, holding: Holding) -> float:
+        """Have the copy that was queued last leave out what is in a compressed copy.
+
+        Returns:
+            Tokens that are left, a mean over layers.
+        """
+        operation, parts = self.cache_controller.load_queue[-1], holding.parts
+        host, target = operation.host_indices, operation.device_indices
+        if parts is None:
+            return float(len(target))
+        copy_held(self.token_to_kv_pool_allocator.get_kvcache(), parts.held(holding.slots, target))
+        lacking = parts.lacking(host, target)
+        self.leave_out(lacking)
+        return sum(len(way.source) for way in lacking) / len(lacking)
 
     def _row(self, req: Req) -> Tensor:
         table = self.req_to_token_pool.req_to_token

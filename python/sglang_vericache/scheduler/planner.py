@@ -74,7 +74,7 @@ class Planner:
         self.revise(actions)
         return list(actions)
 
-    def revise(self, actions: Sequence[Action], loaded: int = 0) -> None:
+    def revise(self, actions: Sequence[Action], loaded: float = 0) -> None:
         """Report what the requests of the last ``plan`` do instead, and the keys copied for it."""
         for request, planned, action in zip(self._planned, self._actions, actions, strict=True):
             if planned is Action.VERIFY and action is Action.DRAFT:

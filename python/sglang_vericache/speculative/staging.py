@@ -24,13 +24,13 @@ class Arranged(NamedTuple):
     Attributes:
         actions: those planned, but for requests whose full KV is not there: they draft one more
             token, or ``WAIT`` if they may not.
-        loaded: tokens whose copies begin with this pass, which waits for them.
+        loaded: tokens whose copies begin with this pass, which waits for them; a mean over layers.
         copies: index of those copies for ``ScheduleBatch.hicache_consumer_index``.
         on_host: whose full KV is read in host memory.
     """
 
     actions: list[Action]
-    loaded: int
+    loaded: float
     copies: int
     on_host: list[bool]
 
@@ -138,14 +138,14 @@ class Staging:
             else:
                 cache.await_copy(states[i].req)
         if not waiting and (begins := [req for req in ahead if cache.is_offloaded(req)]):
-            self._counters.copied_ahead += cache.copy_ahead(begins)
+            self._counters.copied_ahead += round(cache.copy_ahead(begins))
         self._note_waiting([states[i] for i in waiting], states)
-        total = sum(loaded.get(i, 0) for i in with_pass)
+        total = sum(loaded.get(i, 0.0) for i in with_pass)
         return Arranged(arranged, total, index if with_pass else -1, on_host)
 
     def _stage_due(
         self, states: Sequence[RequestState], due: Sequence[int]
-    ) -> tuple[list[int], dict[int, int]]:
+    ) -> tuple[list[int], dict[int, float]]:
         """Stage those due, longest wait first.
 
         Returns:
@@ -154,7 +154,7 @@ class Staging:
         waiting = self._yielding(states, due)
         for i in waiting:
             self._cache.release(states[i].req)
-        loaded: dict[int, int] = {}
+        loaded: dict[int, float] = {}
         for i in sorted(due, key=lambda i: self._turn(states[i].serial)):
             if i in waiting:
                 continue
@@ -188,10 +188,10 @@ class Staging:
             and self._cache.copy_seconds_left(states[i].req) == 0
         ]
 
-    def _stage(self, req: Req, may_finish_copies: bool) -> int | None:
+    def _stage(self, req: Req, may_finish_copies: bool) -> float | None:
         """Tokens to be copied for a request that verifies now; None without room."""
         if self._cache.holdings[req].staged:
-            return 0
+            return 0.0
         loaded = self._cache.stage(req)
         room_comes = any(held.staged for held in self._cache.holdings.values())
         if loaded is None and may_finish_copies and not room_comes:
@@ -200,7 +200,7 @@ class Staging:
         if loaded is None:
             return None
         self._counters.stages += 1
-        self._counters.staged_tokens += loaded
+        self._counters.staged_tokens += round(loaded)
         return loaded
 
     def _turn(self, serial: Hashable) -> int:

@@ -78,8 +78,8 @@ class Tiers:
         view = self._chooser.choose(state)
         if view is not None:
             self._store_copy(state, view)
-        if offloads and state.view_length:
-            self._offload(state)
+        if offloads and view is not None:
+            self._offload(state, view)
 
     def recall_views(self, states: Sequence[RequestState]) -> None:
         """Have requests change their tier by choosing a view anew.
@@ -187,14 +187,14 @@ class Tiers:
             on_host = DraftView(tuple(lists.cpu() for lists in view.layers), view.length)
             spans.publish(names, on_host, *self._chooser.listed(state, view))
 
-    def _offload(self, state: RequestState) -> None:
+    def _offload(self, state: RequestState, view: DraftView) -> None:
         store, packed = self._chooser.store, self._chooser.packed.holds(state)
         slots = self._cache.allocate(0 if packed else store.longest(state.row))
         if slots is None:
             return
         if not packed:
             store.relocate(state.row, self._chooser.pool, slots)
-        if self._cache.offload(state.req, slots):
+        if self._cache.offload(state.req, slots, None if packed else view):
             self._counters.offloads += 1
             self._planner.leaves(state.serial, self.staging.load(state.req))
             if self.staging.in_place:
