@@ -7,10 +7,8 @@ from abc import ABC, abstractmethod
 
 from _hardware import Server, expected_accepted
 from _simulation import Pool, Request
-from sglang_vericache.scheduler import Planner
+from sglang_vericache.scheduler import Planner, Room
 
-# As in speculative/tiers.py.
-LOW_WATER, HIGH_WATER = 0.25, 0.5
 # Largest --vericache-max-draft-len.
 MAX_DRAFTS = 64
 
@@ -59,8 +57,8 @@ class Full(Policy):
 class Paper(Policy):
     """VeriCache's: fixed draft length, as many residents and offloaded as its model finds best.
 
-    A resident request also holds its compressed copy, as the authors say theirs does; a reload
-    brings what the copy lacks (the paper's byte-conserving bound).
+    A resident request also holds its compressed copy, as the authors say theirs does, and a staged
+    one only what its copy lacks beside it (the paper's byte-conserving bound).
 
     Args:
         server: model and device.
@@ -102,8 +100,8 @@ class Paper(Policy):
 
     def _reserve(self, pool: Pool, newcomer: Request) -> int:
         """Room to stage the largest offloaded request, unless one is staged now."""
-        sizes = [r.reload for r in (*pool.offloaded, newcomer) if r.offloaded]
-        staged = sum(r.reload for r in pool.offloaded if r.staged)
+        sizes = [r.room for r in (*pool.offloaded, newcomer) if r.offloaded]
+        staged = sum(r.room for r in pool.offloaded if r.staged)
         return max(max(sizes, default=0) - staged, 0)
 
 
@@ -173,18 +171,15 @@ class Ours(Policy):
                 request.has_view = False
 
     def _may_leave(self, pool: Pool, tokens: int, planner: Planner, newcomer: int = 0) -> bool:
-        if pool.free - newcomer < (self.limit + 1) * len(pool.running):
-            return True
-        return self._is_low(pool, newcomer) and planner.carries(tokens)
+        return self._room(pool, newcomer).should_leave(planner.carries(tokens))
 
     def _comes_back(self, pool: Pool, request: Request, planner: Planner) -> bool:
-        left = pool.free - (0 if request.staged else request.prompt)
-        return not self.refused and left > pool.capacity * (
-            LOW_WATER if planner.link_busy() > 1 else HIGH_WATER
-        )
+        missing = 0 if request.staged else request.prompt
+        return self._room(pool).may_return(missing, planner.link_busy())
 
-    def _is_low(self, pool: Pool, newcomer: int = 0) -> bool:
-        return self.refused or pool.free - newcomer < LOW_WATER * pool.capacity
+    def _room(self, pool: Pool, newcomer: int = 0) -> Room:
+        growth = (self.limit + 1) * len(pool.running)
+        return Room(pool.capacity, pool.free - newcomer, growth, self.refused)
 
     def _reserve(self, pool: Pool, newcomer: Request, planner: Planner) -> int:
         offloaded = pool.offloaded

@@ -36,7 +36,7 @@ class Request:
         agreement: chance that a draft token equals the target's.
         kept: of the prompt, by its draft view.
         copied: whether the view is a copy beside the full KV even on the device.
-        merges: whether staging brings only what the view lacks, instead of the whole prompt.
+        merges: whether what its view keeps is on the device once while it is staged, not twice.
         offloaded: its full KV belongs to the host.
         staged: offloaded, and on the device for a pass.
         arrives: when the latest copy of its KV is complete.
@@ -72,7 +72,12 @@ class Request:
 
     @property
     def reload(self) -> int:
-        """Tokens to be copied, and slots taken, for a pass while it is offloaded."""
+        """Tokens to be copied for a pass while it is offloaded: what its view lacks."""
+        return self.prompt - self.kept
+
+    @property
+    def room(self) -> int:
+        """Slots that it takes while staged, beside those of its view."""
         return self.prompt - self.kept * self.merges
 
     @property
@@ -85,7 +90,7 @@ class Request:
     @property
     def slots(self) -> int:
         """Device slots it holds now."""
-        staged = self.reload * self.staged
+        staged = self.room * self.staged
         return self.base + staged + self.output + self.drafted + 1
 
 
@@ -211,7 +216,7 @@ class Simulation:
         self.planner.observe(seconds)
 
     def _room(self) -> int:
-        return self.pool.free + sum(r.reload for r in self.pool.running if r.staged)
+        return self.pool.free + sum(r.room for r in self.pool.running if r.staged)
 
     def _admit(self) -> None:
         while self.queue and self.policy.admits(self.pool, self.queue[0], self.planner):
@@ -281,7 +286,7 @@ class Simulation:
 
     def _stage(self, request: Request) -> bool:
         """Queue the copy of its prompt, if there is room."""
-        if self.pool.unpromised < request.reload:
+        if self.pool.unpromised < request.room:
             return False
         request.staged = True
         begins = max(self._now, self._link_free)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -55,6 +56,7 @@ class VeriCacheConfig:
         staging: see ``STAGING``; None is in-place on a CPU, else copy.
         packed_tokens: slots of a pool of packed KV, which drafts of quantizing compressors read;
             None takes as many as the KV pool has.
+        span_cache_gb: host memory for compressed copies of prefixes that a store has, GiB.
         allow_unverified: whether a request may ask for the lossy output.
         settings: further compressor settings (``Settings`` fields), as JSON.
     """
@@ -69,6 +71,7 @@ class VeriCacheConfig:
     tier: str = "resident"
     staging: str | None = None
     packed_tokens: int | None = None
+    span_cache_gb: float = 0.25
     allow_unverified: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -99,6 +102,10 @@ class VeriCacheConfig:
             raise ValueError(
                 f"--vericache-packed-tokens must be at least 1, not {self.packed_tokens}"
             )
+        if not 0 <= self.span_cache_gb < math.inf:
+            raise ValueError(
+                f"--vericache-span-cache-gb must be at least 0, not {self.span_cache_gb}"
+            )
         for key in self.settings:
             if key == "ratio" or key not in {f.name for f in fields(Settings)}:
                 supported = sorted({f.name for f in fields(Settings)} - {"ratio"})
@@ -120,6 +127,11 @@ class VeriCacheConfig:
     def offloads(self) -> bool:
         """Whether full KV may leave the device."""
         return self.enabled and self.tier != "resident"
+
+    @property
+    def span_cache_bytes(self) -> int:
+        """``span_cache_gb`` in bytes."""
+        return int(self.span_cache_gb * 2**30)
 
     @property
     def reserved_draft_len(self) -> int:
@@ -205,6 +217,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Tokens of a pool of packed KV, which lies beside the KV pool and holds what drafts "
         "of a quantizing compressor read; a request that finds no room there decodes plainly "
         "(default: as many as the KV pool)",
+    )
+    add(
+        "--vericache-span-cache-gb",
+        type=float,
+        metavar="GB",
+        help="Host memory in GiB for compressed copies of prompts, with --vericache-tier remote: "
+        "those used last need not be read from the store again "
+        f"(default: {default.span_cache_gb})",
     )
     add(
         "--vericache-allow-unverified",

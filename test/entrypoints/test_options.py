@@ -75,6 +75,13 @@ def test_checked_alike_when_off():
         check_options({"draft_len": 9}, off)
 
 
+@pytest.mark.parametrize("given", [-1.0, float("nan"), float("inf")])
+def test_the_span_cache_has_a_size(given):
+    assert VeriCacheConfig(span_cache_gb=0.5).span_cache_bytes == 1 << 29
+    with pytest.raises(ValueError, match="--vericache-span-cache-gb"):
+        VeriCacheConfig(span_cache_gb=given)
+
+
 def test_a_packed_pool_has_slots():
     assert VeriCacheConfig(packed_tokens=1).packed_tokens == 1
     with pytest.raises(ValueError, match=r"--vericache-packed-tokens.* 0"):

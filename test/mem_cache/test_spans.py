@@ -134,8 +134,8 @@ def wait_for(condition):
 PAGE = 64
 
 
-def published(memory, tokens, **options):
-    store = SpanStore(lambda: memory, PAGE, "model")
+def published(memory, tokens, cache_bytes=0, **options):
+    store = SpanStore(lambda: memory, PAGE, "model", cache_bytes)
     names = store.names(tokens, options.get("extra_key"), options.get("salt"))
     _, view, _, keys, values = copied(1, SLOTS)
     view = DraftView(view.layers, len(tokens))
@@ -216,6 +216,40 @@ def test_what_is_known_of_a_store():
     store.wait_until_read("B")
     assert store.wants(names), "found to be gone"
     assert not SpanStore(lambda: None, PAGE, "model").wants(names)
+
+
+def test_the_next_turn_reads_nothing_from_the_store():
+    memory = Memory()
+    tokens = list(range(700))
+    store, names = published(memory, tokens, cache_bytes=1 << 20)
+    wait_for(lambda: not store.wants(names))
+    memory.broken = True  # a read would find nothing
+    for reader, read in (("a", names), ("b", names[:2])):
+        store.request(reader, reader, read)
+        store.wait_until_read(reader)
+    assert [copy.length for _, copy in store.arrived()] == [640, 256]
+    assert store.cache.hits == 7 and store.cache.used == sum(map(len, memory.values()))
+    memory.broken, memory.identity = False, "b"
+    memory.clear()
+    store.request("c", "C", names)
+    store.wait_until_read("C")
+    assert store.arrived() == [] and store.cache.used == 0, "computed with other weights"
+
+
+def test_what_was_read_from_the_store_is_kept():
+    memory = Memory()
+    _, names = published(memory, list(range(700)))
+    wait_for(lambda: len(memory) == 5)
+    size = sum(map(len, memory.values())) - 1  # all but one fit
+    store = SpanStore(lambda: memory, PAGE, "model", cache_bytes=size)
+    hits = []
+    for reader, read in (("a", names[:2]), ("b", names[:2]), ("c", names), ("d", names)):
+        store.request(reader, reader, read)
+        store.wait_until_read(reader)
+        hits.append(store.cache.hits)
+    assert [copy.length for _, copy in store.arrived()] == [256, 256, 640, 640]
+    assert hits == [0, 2, 4, 4], "the first span had to make room for the last"
+    assert store.cache.used <= size
 
 
 def test_a_store_that_raises_ends_nothing(caplog):

@@ -258,8 +258,12 @@ def test_late_copies(server, off, make_corpus):
     # Twins share every node, and are staged by each other's copies.
     given = [*given, *given[:4], *(Ask((*a.prompt, 7, 8, 9), 16, a.vericache) for a in given[4:])]
     before = server.counters()
-    for _ in range(2):
+    for _ in range(8):
         assert_identical(server.concurrently(given), off["float32"].answers(given))
+        # Whether a copy is planned ahead hangs on times that other work on the machine changes.
+        if server.counters()["copied_ahead"] > before["copied_ahead"]:
+            break
+    else:
+        pytest.fail("nothing was copied ahead")
     moved(server, before)
-    assert server.counters()["copied_ahead"] > before["copied_ahead"]
     assert "saboteur: copies are spoiled" in server.process.log.read_text(errors="replace")

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +59,52 @@ class _Copy(NamedTuple):
     values: list[Tensor]
 
 
+class SpanCache:
+    """Spans written or read last, in host memory: those of the next turn of a chat.
+
+    Args:
+        size: most bytes that are kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._used = size, 0
+        self._spans: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self.hits = 0
+        """Spans found."""
+
+    @property
+    def used(self) -> int:
+        """Bytes kept."""
+        return self._used
+
+    def put(self, name: str, blob: bytes) -> None:
+        """Keep a span, for others that have not been asked for longer."""
+        with self._lock:
+            self._used += len(blob) - len(self._spans.pop(name, b""))
+            self._spans[name] = blob
+            while self._used > self._size:
+                self._used -= len(self._spans.popitem(last=False)[1])
+
+    def get_first(self, names: Sequence[str]) -> list[bytes]:
+        """Spans up to the first that is not there."""
+        found = []
+        with self._lock:
+            for name in names:
+                if name not in self._spans:
+                    break
+                self._spans.move_to_end(name)
+                found.append(self._spans[name])
+            self.hits += len(found)
+        return found
+
+    def clear(self) -> None:
+        """Forget all spans."""
+        with self._lock:
+            self._spans.clear()
+            self._used = 0
+
+
 class SpanStore:
     """Writes and reads compressed copies on threads of its own.
 
@@ -65,9 +112,17 @@ class SpanStore:
         storage: returns where spans go; None while nothing is attached.
         page_size: of the tree, whose prefix hashes name the spans.
         namespace: tells copies of this compressor from others.
+        cache_bytes: of spans that are also kept in host memory.
     """
 
-    def __init__(self, storage: Callable[[], Storage | None], page_size: int, namespace: str):
+    def __init__(
+        self,
+        storage: Callable[[], Storage | None],
+        page_size: int,
+        namespace: str,
+        cache_bytes: int = 0,
+    ):
+        self.cache = SpanCache(cache_bytes)
         self._storage, self._page_size = storage, page_size
         self.tokens = span_tokens(page_size)
         self._namespace = hashlib.sha256(namespace.encode()).hexdigest()[:16]
@@ -158,6 +213,7 @@ class SpanStore:
                     known = self._known_to(storage)
                     if name not in known and storage.put(name, blob):
                         known.add(name)
+                        self.cache.put(name, blob)
             except Exception:  # the thread outlives whatever a store raises
                 logger.exception("a compressed copy could not be stored")
 
@@ -179,13 +235,17 @@ class SpanStore:
         storage = self._storage()
         if storage is None:
             return blobs
-        for start in range(0, len(wanted.names), BATCH):
+        self._known_to(storage)  # forgets what another store or other weights had
+        blobs += self.cache.get_first(wanted.names)
+        for start in range(len(blobs), len(wanted.names), BATCH):
             if wanted.reader not in self._unread:
                 return []
             names = wanted.names[start : start + BATCH]
             found = storage.get_first(names)
             blobs += found
             self._known_to(storage).update(names[: len(found)])
+            for name, blob in zip(names, found, strict=False):
+                self.cache.put(name, blob)
             if len(found) < len(names):
                 self._known_to(storage).discard(names[len(found)])
                 break
@@ -196,6 +256,7 @@ class SpanStore:
         place = id(storage), storage.identity
         if place != self._known_in or len(self._known) >= MAX_KNOWN:
             self._known, self._known_in = set(), place
+            self.cache.clear()
         return self._known
 
 

@@ -99,6 +99,8 @@ class TieredCache(CopyingCache):
             self.stuck.clear()
             self._queued.clear()
             self._ways.clear()
+            if self.spans is not None:
+                self.spans.cache.clear()
         super().reset()
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -112,6 +114,7 @@ class TieredCache(CopyingCache):
                 lambda: storage_of(self),
                 self.page_size,
                 namespace_of(config),
+                config.span_cache_bytes,
             )
             controller.vericache_spans = self.spans
 
@@ -389,8 +392,11 @@ class TieredCache(CopyingCache):
         prefix nobody reads, ``compressed`` copies; the others are read by requests. ``host``: all
         slots of the host pool, of which ``host_free`` hold nothing. ``offloaded`` requests have
         their full KV on the host, ``staged`` ones have it on the device for a pass.
+        ``span_cache_bytes`` of compressed copies from a store are in host memory too, where
+        ``span_cache_hits`` spans have been found.
         """
         allocator, host = self.token_to_kv_pool_allocator, self.cache_controller.mem_pool_host
+        cached = self.spans.cache if self.spans else None
         return {
             "device": allocator.size,
             "device_free": allocator.available_size(),
@@ -400,6 +406,8 @@ class TieredCache(CopyingCache):
             "host_free": host.available_size(),
             "offloaded": sum(not held.staged for held in self.holdings.values()),
             "staged": sum(held.staged for held in self.holdings.values()),
+            "span_cache_bytes": cached.used if cached else 0,
+            "span_cache_hits": cached.hits if cached else 0,
         }
 
     def _leave_out_held(self, holding: Holding) -> float:

@@ -5,6 +5,7 @@ from sglang_vericache.scheduler.draft_length import AdaptiveLength, DraftLength,
 from sglang_vericache.scheduler.link import Link, LinkLoad
 from sglang_vericache.scheduler.phases import Copy, PhaseWheel
 from sglang_vericache.scheduler.planner import Planner
+from sglang_vericache.scheduler.residency import Room
 
 __all__ = [
     "AdaptiveLength",
@@ -17,5 +18,6 @@ __all__ = [
     "LinkLoad",
     "PhaseWheel",
     "Planner",
+    "Room",
     "Work",
 ]

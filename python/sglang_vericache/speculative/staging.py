@@ -62,9 +62,13 @@ class Staging:
 
     def load(self, req: Req) -> float:
         """Tokens that the next verify pass of a request is expected to copy."""
-        if self.in_place or req not in self._cache.holdings:
+        if req not in self._cache.holdings:
             return 0.0
-        return self._cache.loaded_share * req.kv.cache_protected_len
+        return self.copied(req.kv.cache_protected_len)
+
+    def copied(self, tokens: int) -> float:
+        """Of so many tokens on the host, how many a verify pass is expected to copy."""
+        return 0.0 if self.in_place else self._cache.loaded_share * tokens
 
     def link(self) -> Link | None:
         """What the planner is told about copies; None if there are none."""

@@ -9,7 +9,7 @@ from sglang_vericache.compressors import Dropper
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import Counters, DraftView
 from sglang_vericache.mem_cache.tiered import TieredCache
-from sglang_vericache.scheduler import Planner
+from sglang_vericache.scheduler import Planner, Room
 from sglang_vericache.speculative.staging import PATIENCE, Staging
 from sglang_vericache.speculative.state import choices_of
 
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
     from sglang_vericache.speculative.state import RequestState
     from sglang_vericache.speculative.views import ViewChooser
-
-# Tiers but ``host`` offload while less than this share of device slots is free or evictable.
-LOW_WATER = 0.25
-# A request comes back to stay if more than this share is left with it; more than ``LOW_WATER`` if
-# the link cannot keep up.
-HIGH_WATER = 0.5
 
 
 def _gives_room(dropper: Dropper) -> bool:
@@ -101,7 +95,7 @@ class Tiers:
             if not self._may_leave(state) or not self._cache.host_has_room(state.committed):
                 continue
             if waits or self._should_leave(state.committed):
-                self._planner.leaves(state.serial, state.committed)
+                self._planner.leaves(state.serial, self.staging.copied(state.committed))
                 self._leaving.add(state.serial)
                 state.has_view = False
                 waits = False
@@ -151,26 +145,20 @@ class Tiers:
         Args:
             newcomer: slots that a request yet to start takes.
         """
-        size, left = self._room()
-        left -= newcomer
-        if left < self._growth:
-            return True  # or somebody is retracted
-        low = self._cache.refused or left < LOW_WATER * size
-        return low and self._planner.carries(tokens)
+        return self._room(newcomer).should_leave(self._planner.carries(self.staging.copied(tokens)))
 
     def _comes_back(self, req: Req) -> bool:
         """Whether an offloaded request has room to stay on the device."""
-        size, left = self._room()
-        if self._config.tier == "host" or self._cache.refused:
+        if self._config.tier == "host":
             return False
         missing = 0 if self._cache.holdings[req].staged else req.kv.cache_protected_len
-        water = LOW_WATER if self._planner.link_busy() > 1.0 else HIGH_WATER
-        return left - missing > water * size
+        return self._room().may_return(missing, self._planner.link_busy())
 
-    def _room(self) -> tuple[int, int]:
-        """Device slots in all, and those that are free or evictable."""
-        allocator = self._cache.token_to_kv_pool_allocator
-        return allocator.size, allocator.available_size() + self._cache.evictable_size()
+    def _room(self, newcomer: int = 0) -> Room:
+        """What is left beside a newcomer that takes so many slots."""
+        cache, allocator = self._cache, self._cache.token_to_kv_pool_allocator
+        left = allocator.available_size() + cache.evictable_size() - newcomer
+        return Room(allocator.size, left, self._growth, cache.refused)
 
     def _store_copy(self, state: RequestState, view: DraftView) -> None:
         """Have the compressed copy written beside the full KV that SGLang writes."""
