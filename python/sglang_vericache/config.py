@@ -33,6 +33,11 @@ TIERS = {
     "file) drafts from its compressed copy until its full KV has arrived",
 }
 
+LOOKUP = {
+    "auto": "where it gains more than drafting does, with an adaptive draft length",
+    "off": "never",
+}
+
 STAGING = {
     "copy": "copied to the device for the pass",
     "in-place": "read in host memory, on a CPU only",
@@ -49,7 +54,8 @@ class VeriCacheConfig:
         ratio: share of the compressed context that a draft view keeps, in (0, 1].
         draft_len: tokens drafted before a verify pass; None adapts it per request.
         max_draft_len: upper limit of an adaptive draft length; sizes the KV reserve.
-        min_context: adaptive mode decodes plainly below this many tokens.
+        lookup: see ``LOOKUP``.
+        min_context: adaptive mode drafts nothing from compressed KV below this many tokens.
         refresh: verify passes between two re-scorings of a view from the verify queries;
             0 never, None when acceptance falls.
         tier: see ``TIERS``.
@@ -66,6 +72,7 @@ class VeriCacheConfig:
     ratio: float = 0.1
     draft_len: int | None = None
     max_draft_len: int = 16
+    lookup: str = "auto"
     min_context: int = 512
     refresh: int | None = None
     tier: str = "resident"
@@ -81,6 +88,10 @@ class VeriCacheConfig:
         if self.tier not in TIERS:
             raise ValueError(
                 f"--vericache-tier: unknown tier {self.tier!r}; supported: {', '.join(TIERS)}"
+            )
+        if self.lookup not in LOOKUP:
+            raise ValueError(
+                f"--vericache-lookup: unknown mode {self.lookup!r}; supported: {', '.join(LOOKUP)}"
             )
         if self.staging is not None and self.staging not in STAGING:
             raise ValueError(
@@ -187,8 +198,15 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--vericache-min-context",
         type=int,
         metavar="N",
-        help="With an adaptive draft length, decode plainly below this many tokens "
-        f"(default: {default.min_context})",
+        help="With an adaptive draft length, draft nothing from compressed KV below this many "
+        f"tokens (default: {default.min_context})",
+    )
+    add(
+        "--vericache-lookup",
+        choices=list(LOOKUP),
+        help="Verify what followed the latest tokens earlier in the request's own text. "
+        + "; ".join(f"{k}: {v}" for k, v in LOOKUP.items())
+        + f" (default: {default.lookup})",
     )
     add(
         "--vericache-refresh",

@@ -42,6 +42,8 @@ class DraftState:
         margins: of the drafts, by how much (in logits) each was preferred to the runner-up; empty
             where nobody asks for them.
         load: tokens of its full KV that must be copied from the host to verify, as far as known.
+        found: tokens proposed by lookup, which could be verified at once.
+        match: tokens of the text that agree before that proposal.
     """
 
     rid: Hashable
@@ -51,6 +53,8 @@ class DraftState:
     limit: int
     margins: Sequence[float] = ()
     load: float = 0
+    found: int = 0
+    match: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class Counters:
     ``host_reads`` counts tokens read in host memory by verify passes instead, and ``returns`` the
     offloaded requests that came back to stay on the device. ``provisional`` counts requests that
     drafted while their full KV was on its way from a store, and ``proposed`` those drafts.
-    ``unpacked`` counts views that found no room in a packed pool.
+    ``unpacked`` counts views that found no room in a packed pool. ``looked_up`` counts drafts that
+    were found in the request's own text, ``looked_up_accepted`` those of them that were accepted.
     """
 
     drafted: int = 0
@@ -148,6 +153,8 @@ class Counters:
     provisional: int = 0
     proposed: int = 0
     unpacked: int = 0
+    looked_up: int = 0
+    looked_up_accepted: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -39,6 +39,9 @@ class Request:
     """Top-1 margin of the draft token at an output position."""
     load: int = 0
     """Tokens to be copied for each verify pass."""
+    found: Callable[[int], tuple[int, int, float]] | None = None
+    """At an output position: tokens found by lookup, match before them, agreement of each."""
+    took_found: bool = False
     drafted: int = 0
     output: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -77,6 +80,8 @@ class Simulation:
 
     def step(self) -> None:
         running = [r for r in self.requests if r.output < r.remaining]
+        for request in running:
+            self._look_up(request, len(running))
         states = [request.state() for request in running]
         actions = self.planner.plan(states, self.link)
         self.planner.revise(
@@ -96,6 +101,14 @@ class Simulation:
         self.seconds += seconds
         self.verifying.append(actions.count(Action.VERIFY))
 
+    def _look_up(self, request: Request, batch: int) -> None:
+        if request.found is None or request.drafted:
+            return
+        tokens, match, _ = request.found(request.output)
+        told = replace(request.state(), found=tokens, match=match)
+        request.drafted = self.planner.takes(told, batch) if tokens else 0
+        request.took_found = request.drafted > 0
+
     def run(self, iterations: int) -> "Simulation":
         for _ in range(iterations):
             self.step()
@@ -106,12 +119,23 @@ class Simulation:
         return self.tokens / self.seconds
 
     def _verify(self, request: Request) -> None:
-        accepted = 0
-        while accepted < request.drafted and self.random.random() < request.agreement(
-            request.output + accepted
-        ):
-            accepted += 1
-        self.planner.settle(request.rid, request.drafted, accepted, request.margins)
+        accepted, rate = 0, request.agreement
+        if request.found:
+            tokens, match, chance = request.found(request.output)
+            agreed = 0
+            while agreed < tokens and self.random.random() < chance:
+                agreed += 1
+            self.planner.found(match, tokens, agreed)
+        if request.took_found:
+            accepted = min(agreed, request.drafted)
+        else:
+            while accepted < request.drafted and self.random.random() < rate(
+                request.output + accepted
+            ):
+                accepted += 1
+        margins = [] if request.took_found else request.margins
+        took, request.took_found = request.took_found, False
+        self.planner.settle(request.rid, request.drafted, accepted, margins, took)
         request.rounds.append((request.drafted, accepted))
         request.context += accepted + 1
         request.output += accepted + 1

@@ -11,6 +11,7 @@ from sglang_vericache.scheduler import AdaptiveLength, CostModel, FixedLength, L
 from sglang_vericache.scheduler.agreement import Agreement, Confidence
 from sglang_vericache.scheduler.draft_length import (
     LOSS_SHARE,
+    MARGINS,
     MAX_CREDIT,
     START_CREDIT,
     best_length,
@@ -111,7 +112,7 @@ def test_rounds_end_at_close_calls(simulation):
 
 
 def test_confidence_is_learned_by_margin():
-    confidence = Confidence(memory=1e9)
+    confidence = Confidence(1e9, MARGINS)
     assert confidence.of(3.0, 0.7) == confidence.best(0.7) == pytest.approx(0.7)
     for _ in range(500):
         confidence.record([5.0, 0.1, 5.0], accepted=1)  # nothing is known of the last one
@@ -119,6 +120,52 @@ def test_confidence_is_learned_by_margin():
     assert confidence.of(4.5, 0.7) == confidence.best(0.7) > 0.99
     assert confidence.of(-1.0, 0.7) == confidence.of(0.2, 0.7) < 0.01
     assert confidence.of(0.6, 0.7) == pytest.approx(0.7), "a margin never seen"
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("context", [300, 6000])
+def test_lookup_is_taken_where_it_gains_and_left_where_it_does_not(simulation, batch, context):
+    def rate(chance, tokens=8):
+        server = simulation(Planner.adaptive(16), pair=1e-7)
+        view = context if context < 512 else 600
+        found = (lambda _: (tokens, 10, chance)) if tokens else None
+        server.add(batch, 0.9, context=context, view=view, found=found)
+        return server.run(600).rate
+
+    without = rate(0.0, tokens=0)
+    assert rate(0.98) > 1.5 * without
+    assert rate(0.0) > 0.97 * without, "learned to be wrong"
+    assert rate(0.6) > 0.97 * without
+
+
+def test_a_fixed_length_takes_nothing():
+    assert FixedLength(4).takes(DraftState(0, 6000, 600, 0, 100, found=8, match=32), 1) == 0
+
+
+def test_what_is_found_is_judged_by_the_match_before_it(simulation):
+    """Where a long match is right and a short one wrong, both are learned without taking any."""
+    server = simulation(Planner.adaptive(16), pair=1e-7)
+    found = lambda position: (8, 20, 0.95) if position // 50 % 2 else (8, 3, 0.0)  # noqa: E731
+    (request,) = server.add(1, 0.5, context=300, view=300, found=found)
+    server.run(400)
+    taken = [drafted for drafted, _ in request.rounds[-100:]]
+    assert set(taken) == {0, 8}
+    wrong = [drafted for drafted, accepted in request.rounds[-100:] if drafted and not accepted]
+    assert len(wrong) < 10
+
+
+def test_lookup_never_costs_more_than_the_credit(simulation):
+    """Every proposal looks sure and is wrong: what is lost before that is learned is bounded."""
+    server = simulation(Planner.adaptive(16), verify_row=5e-3)
+    (request,) = server.add(1, 0.0, context=300, view=300, found=lambda _: (16, 32, 0.0))
+    for _ in range(200):
+        server.planner.found(32, 16, 16)
+    server.run(300)
+    assert any(drafted for drafted, _ in request.rounds), "precondition: it was believed"
+    plain = simulation(Planner.adaptive(16), verify_row=5e-3)
+    plain.add(1, 0.0, context=300, view=300)
+    step = plain.run(300).seconds / 300
+    assert server.seconds < 1.05 * plain.seconds + START_CREDIT * step
 
 
 def test_a_view_as_large_as_the_context_never_drafts(simulation):

@@ -29,6 +29,8 @@ TOTALS = {
     "provisional": "Requests that drafted while a store delivered their full KV.",
     "proposed": "Tokens drafted so.",
     "unpacked": "Draft views that found no room in the pool of packed KV.",
+    "looked_up": "Drafts that were found in the request's own text.",
+    "looked_up_accepted": "Drafts found in the request's own text that were accepted.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}
 # The same by place in the draft, label ``position`` from 0.

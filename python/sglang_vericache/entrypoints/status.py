@@ -125,6 +125,8 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "provisional": total.provisional,
         "proposed": total.proposed,
         "unpacked": total.unpacked,
+        "looked_up": total.looked_up,
+        "looked_up_accepted": total.looked_up_accepted,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
         },

@@ -36,32 +36,31 @@ class Agreement:
 
 
 class Confidence:
-    """Chance that a draft token is accepted, given how clearly it was preferred.
+    """Chance that a draft token is accepted, given a sign of how sure it is.
 
-    A calibration learned online: one ``Agreement`` for each range of top-1 margins.
+    A calibration learned online: one ``Agreement`` for each range of the sign.
 
     Args:
         memory: trials of a range after which an observation weighs 1/e.
+        edges: limits of the ranges, ascending.
     """
 
-    EDGES = (0.25, 0.5, 1.0, 2.0, 4.0)
-    """Limits of the ranges, in logits."""
+    def __init__(self, memory: float, edges: Sequence[float]) -> None:
+        self._edges = edges
+        self._ranges = [Agreement(memory) for _ in range(len(edges) + 1)]
 
-    def __init__(self, memory: float) -> None:
-        self._ranges = [Agreement(memory) for _ in range(len(self.EDGES) + 1)]
-
-    def of(self, margin: float, prior: float) -> float:
-        """Chance of a draft with ``margin``; ``prior`` is believed before any trial."""
-        return self._range(margin).mean(prior)
+    def of(self, sign: float, prior: float) -> float:
+        """Chance of a draft with this sign; ``prior`` is believed before any trial."""
+        return self._range(sign).mean(prior)
 
     def best(self, prior: float) -> float:
-        """The highest chance of any margin."""
+        """The highest chance of any sign."""
         return max(each.mean(prior) for each in self._ranges)
 
-    def record(self, margins: Sequence[float], accepted: int) -> None:
-        """Add the outcome of one verify pass over drafts with these margins."""
-        for i, margin in enumerate(margins[: accepted + 1]):
-            self._range(margin).record(1, int(i < accepted))
+    def record(self, signs: Sequence[float], accepted: int) -> None:
+        """Add the outcome of one verify pass over drafts with these signs."""
+        for i, sign in enumerate(signs[: accepted + 1]):
+            self._range(sign).record(1, int(i < accepted))
 
-    def _range(self, margin: float) -> Agreement:
-        return self._ranges[bisect.bisect_right(self.EDGES, margin)]
+    def _range(self, sign: float) -> Agreement:
+        return self._ranges[bisect.bisect_right(self._edges, sign)]

@@ -12,6 +12,9 @@ Drafts are not equally uncertain: one with a close runner-up is rejected far mor
 ends where one more draft would bring less than its time is worth: with s the chance that all drafts
 so far hold (the product of their calibrated chances), as soon as ``s * p < gain(k) * c``. This is
 the optimal stopping rule of a renewal process whose best rate is gain(k).
+
+Tokens that lookup proposes cost no draft, only a row each: c = C_row / C_plain, and p hangs on how
+much of the text agreed before them. A round takes them instead of drafting where that gains more.
 """
 
 from __future__ import annotations
@@ -36,8 +39,11 @@ START_CREDIT, MAX_CREDIT = 4.0, 16.0
 PROBE_DRAFTS = 2
 PROBE_SHARE = 0.01
 REQUEST_MEMORY, FLEET_MEMORY = 24.0, 512.0
-# Agreement assumed before the first verify pass of the server.
-INITIAL_AGREEMENT = 0.9
+# Agreement assumed before the first verify pass of the server; of tokens found by lookup.
+INITIAL_AGREEMENT, INITIAL_FOUND = 0.9, 0.5
+# Ranges of what tells how sure a draft is: its margin, in logits; tokens that agreed before it.
+MARGINS = (0.25, 0.5, 1.0, 2.0, 4.0)
+MATCHES = (4, 6, 9, 17)
 
 
 class Length(NamedTuple):
@@ -64,18 +70,36 @@ class DraftLength(ABC):
         """Whether the round that began should draft one more token."""
         return True
 
+    def takes(self, request: DraftState, batch: int) -> int:
+        """How many of the tokens found for a request to verify at once, instead of drafting.
+
+        Args:
+            request: with ``drafted == 0``.
+            batch: number of running requests, at least 1.
+        """
+        return 0
+
+    def found(self, match: int, tokens: int, agreed: int) -> None:  # noqa: B027
+        """Learn that ``agreed`` of ``tokens`` found after ``match`` agreeing ones did come."""
+
     def overdue(self, rid: Hashable) -> None:  # noqa: B027
         """The request drafts one more token because its verify pass has to wait; that costs none
         of its own time.
         """
 
     def settle(  # noqa: B027
-        self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
+        self,
+        rid: Hashable,
+        drafted: int,
+        accepted: int,
+        margins: Sequence[float] = (),
+        taken: bool = False,
     ) -> None:
         """Learn that ``accepted`` of ``drafted`` tokens agreed in the round that ends now.
 
         Args:
             margins: of the drafts, as in ``DraftState``.
+            taken: whether they were not drafted but found.
         """
 
     def forget(self, rid: Hashable) -> None:  # noqa: B027
@@ -100,6 +124,7 @@ class _Request:
     agreement: Agreement = field(default_factory=lambda: Agreement(REQUEST_MEMORY))
     drafting: bool = False
     price: float = 0.0
+    row_price: float = 0.0
     gain: float = 1.0
     credit: float = START_CREDIT
     probe_held: bool = False
@@ -124,7 +149,8 @@ class AdaptiveLength(DraftLength):
         self._k_max = k_max
         self._cost = cost
         self._fleet = Agreement(FLEET_MEMORY)
-        self._confidence = Confidence(FLEET_MEMORY)
+        self._confidence = Confidence(FLEET_MEMORY, MARGINS)
+        self._found = Confidence(FLEET_MEMORY, MATCHES)
         self._probe_savings = 0.0
         self._requests: dict[Hashable, _Request] = {}
 
@@ -133,10 +159,7 @@ class AdaptiveLength(DraftLength):
             return Length(0, 0)
         state = self._requests.setdefault(request.rid, _Request())
         state.price = self.price(request, batch, copy_seconds)
-        affordable = (
-            int((state.credit + LOSS_SHARE) / state.price) if state.price > 0 else self._k_max
-        )
-        k_max = min(self._k_max, request.limit, affordable)
+        k_max = min(self._k_max, request.limit, self._affordable(state, state.price))
         p = self.agreement(request.rid)
         k, state.gain = best_length(p, state.price, k_max)
         state.drafting = k > 0 and state.gain >= (1.0 if state.drafting else START_GAIN)
@@ -157,23 +180,44 @@ class AdaptiveLength(DraftLength):
         survival = math.prod(self._confidence.of(margin, prior) for margin in request.margins)
         return survival * self.agreement(request.rid) >= state.gain * state.price
 
+    def takes(self, request: DraftState, batch: int) -> int:
+        state = self._requests.setdefault(request.rid, _Request())
+        state.row_price, price = self._prices(request, batch)
+        most = min(self._k_max, request.found, self._affordable(state, state.row_price))
+        k, gain = best_length(self._found.of(request.match, INITIAL_FOUND), state.row_price, most)
+        rival = START_GAIN
+        if request.view < request.context:
+            longest = min(self._k_max, request.limit)
+            rival = max(rival, best_length(self.agreement(request.rid), price, longest)[1])
+        return k if gain >= rival else 0
+
+    def found(self, match: int, tokens: int, agreed: int) -> None:
+        self._found.record([match] * tokens, agreed)
+
     def overdue(self, rid: Hashable) -> None:
         if state := self._requests.get(rid):
             state.overdue += 1
 
     def settle(
-        self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
+        self,
+        rid: Hashable,
+        drafted: int,
+        accepted: int,
+        margins: Sequence[float] = (),
+        taken: bool = False,
     ) -> None:
         state = self._requests.get(rid)
         if state is None:
+            return
+        if taken:
+            self._pay(state, 1.0 + drafted * state.row_price, accepted + 1)
             return
         state.agreement.record(drafted, accepted)
         self._fleet.record(drafted, accepted)
         self._confidence.record(margins, accepted)
         own = max(drafted - state.overdue, 0)
-        spent, tokens = 1.0 + own * state.price, accepted + 1
+        self._pay(state, 1.0 + own * state.price, accepted + 1)
         state.overdue = 0
-        state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
         if not state.drafting:
             state.probe_held = 0 < own <= accepted == drafted
             self._probe_savings = min(self._probe_savings + PROBE_SHARE, MAX_CREDIT)
@@ -193,12 +237,25 @@ class AdaptiveLength(DraftLength):
         A plain step of a request whose full KV is on the host includes copying it, at the cost of
         others who need the link, so such a request drafts longer.
         """
+        return self._prices(request, batch, copy_seconds)[1]
+
+    def _prices(
+        self, request: DraftState, batch: int, copy_seconds: float = 0.0
+    ) -> tuple[float, float]:
+        """Time of one more verify row, and of a draft besides, in plain steps."""
         share = self._cost.fixed / batch
         plain = self._cost.marginal(Work.verify(1, request.context))
         row = self._cost.marginal(Work.verify(2, request.context)) - plain
         plain += copy_seconds
         draft = share + self._cost.marginal(Work.draft(request.view))
-        return (draft + row) / (share + plain)
+        return row / (share + plain), (draft + row) / (share + plain)
+
+    def _affordable(self, state: _Request, price: float) -> int:
+        """Drafts whose loss the request's credit covers, should all be rejected."""
+        return int((state.credit + LOSS_SHARE) / price) if price > 0 else self._k_max
+
+    def _pay(self, state: _Request, spent: float, tokens: int) -> None:
+        state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
 
     def _longest(self, p: float, state: _Request) -> int:
         """Drafts after which even the most certain ones would not be extended."""

@@ -82,11 +82,27 @@ class Planner:
         done = map(_work, self._planned, actions)
         self._work = sum(done, Work(loaded_keys=loaded))
 
+    def takes(self, request: DraftState, batch: int) -> int:
+        """How many tokens found for a request should be the drafts of the round that starts now.
+
+        To be asked before ``plan``, which has a request with drafts and no booking verify.
+        """
+        return self._length.takes(request, batch)
+
+    def found(self, match: int, tokens: int, agreed: int) -> None:
+        """Report how many of the tokens found after ``match`` agreeing ones came, taken or not."""
+        self._length.found(match, tokens, agreed)
+
     def settle(
-        self, rid: Hashable, drafted: int, accepted: int, margins: Sequence[float] = ()
+        self,
+        rid: Hashable,
+        drafted: int,
+        accepted: int,
+        margins: Sequence[float] = (),
+        taken: bool = False,
     ) -> None:
         """Report the verdict on a request that verified, including those without drafts."""
-        self._length.settle(rid, drafted, accepted, margins)
+        self._length.settle(rid, drafted, accepted, margins, taken)
         if rid in self._loads and drafted > 0:
             self._link_load.settle(drafted)
 

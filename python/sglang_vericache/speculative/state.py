@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from sglang_vericache.compressors import Dropper, Settings, create
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftState
+from sglang_vericache.speculative.lookup import NOTHING, Found, Lookup
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -45,6 +46,9 @@ class RequestState:
         drafted: tokens drafted in all finished rounds, those before a retraction included.
         proposals: what somebody else expects to follow the committed tokens; drafts of the next
             round.
+        lookup: its text; None while nobody has looked anything up.
+        found: what that says may follow the committed tokens.
+        took_found: whether the drafts are those.
     """
 
     req: Req
@@ -69,6 +73,9 @@ class RequestState:
     margins: list[float] = field(default_factory=list)
     drafted: int = 0
     proposals: list[int] = field(default_factory=list)
+    lookup: Lookup | None = None
+    found: Found = NOTHING
+    took_found: bool = False
 
     @property
     def row(self) -> int:
@@ -95,6 +102,23 @@ class RequestState:
         agrees = self.proposals[:count] == list(tokens)
         self.proposals = self.proposals[count:] if agrees else []
 
+    def look_up(self, count: int, context_limit: int) -> Found:
+        """Find up to ``count`` tokens that may follow, no more than the request may draft."""
+        most = min(count, self._draft_limit(context_limit))
+        if most <= 0:
+            return NOTHING
+        if self.lookup is None:
+            self.lookup = Lookup(self.req.origin_input_ids)
+        known = len(self.lookup) - len(self.req.origin_input_ids)
+        self.lookup.extend(self.req.output_ids[known:])
+        self.found = self.lookup.find(most)
+        return self.found
+
+    def take_found(self, count: int) -> None:
+        """Begin a round whose drafts are the first tokens found."""
+        self.proposals, self.took_found = self.found.tokens[:count], True
+        self.drafts = list(self.proposals)
+
     def take_proposals(self, context_limit: int) -> None:
         """Begin a round whose drafts are there already."""
         if self.proposals and not self.drafts:
@@ -102,9 +126,7 @@ class RequestState:
 
     def draft_state(self, min_context: int, context_limit: int, load: float = 0) -> DraftState:
         """What the planner is told; ``load`` as in ``DraftState``."""
-        context = self.committed + 1
-        left = self.req.sampling_params.max_new_tokens - len(self.req.output_ids)
-        limit = min(self.limit, left - 1, context_limit - context)
+        context, limit = self.committed + 1, self._draft_limit(context_limit)
         if context < min_context or self.barred:
             limit = 0
         return DraftState(
@@ -116,6 +138,11 @@ class RequestState:
             load=load,
             margins=tuple(self.margins),
         )
+
+    def _draft_limit(self, context_limit: int) -> int:
+        """Most drafts that a round could use, if the request is to draft at all."""
+        left = self.req.sampling_params.max_new_tokens - len(self.req.output_ids)
+        return min(self.limit, left - 1, context_limit - self.committed - 1)
 
     @property
     def draft_keys(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_vericache.config import config_of
-from sglang_vericache.core import Action, Counters
+from sglang_vericache.core import Action, Counters, DraftState
 from sglang_vericache.sampling.settle import Settled, settle, write_logprobs
 from sglang_vericache.scheduler import Planner
+from sglang_vericache.speculative.lookup import NOTHING
 from sglang_vericache.speculative.provisional import Provisional
 from sglang_vericache.speculative.ragged_input import RaggedInput
 from sglang_vericache.speculative.ragged_pass import RaggedPass
@@ -51,6 +53,7 @@ class VeriCacheWorker(BaseSpecWorker):
         self.config = config
         self._target_worker = target_worker
         self.slots = config.reserved_draft_len + 1
+        self.looks_up = config.lookup == "auto" and config.draft_len is None
         self.requests = Requests(config)
         self.counters = Counters()
         self.tiers: Tiers | None = None
@@ -133,6 +136,10 @@ class VeriCacheWorker(BaseSpecWorker):
             s.draft_state(gate, limit, 0.0 if staging is None else staging.load(s.req))
             for s in verified
         ]
+        if self.looks_up:
+            told = [
+                self._look_up(s, d, limit, len(told)) for s, d in zip(verified, told, strict=True)
+            ]
         planned = self.planner.plan(told, None if staging is None else staging.link())
         if self.tiers is not None:
             self.tiers.recall_views(states)
@@ -159,6 +166,21 @@ class VeriCacheWorker(BaseSpecWorker):
         ]
         rows, store = batch.req_pool_indices, self.chooser.store
         return RaggedPass.build(states, chosen, captures, rows, store, on_host)
+
+    def _look_up(self, state: RequestState, told: DraftState, limit: int, batch: int) -> DraftState:
+        """Begin a round with tokens found in the request's own text, if that is best."""
+        # One that has yet to leave the device for a copy should not stay because of this; one whose
+        # KV must be copied first has time to draft.
+        staying = self.tiers is None or state.has_view or told.limit == 0
+        if state.drafts or told.load or not staying:
+            return told
+        found = state.look_up(self.config.max_draft_len, limit)
+        told = replace(told, found=len(found.tokens), match=found.match)
+        taken = self.planner.takes(told, batch) if found.tokens else 0
+        if taken == 0:
+            return told
+        state.take_found(taken)
+        return replace(told, drafted=taken)
 
     def _free_packed(self, states: Sequence[RequestState]) -> None:
         """Free the packed copies of ended requests; who lacked room for one may draft again."""
@@ -217,6 +239,8 @@ class VeriCacheWorker(BaseSpecWorker):
                 captured += drafted + 1
                 state.add_queries(fresh, self.chooser.query_rows)
             state.follow(run)
+            if state.found.tokens:
+                self._score_found(state, run)
             self._end_round(state, drafted, accepted - 1)
         if batch.return_logprob:
             write_logprobs(output, settled.logprobs, len(step.states), self.slots)
@@ -247,15 +271,27 @@ class VeriCacheWorker(BaseSpecWorker):
         runner_up = others.scatter_(1, drafts, float("-inf")).amax(dim=1, keepdim=True)
         return dict(zip(drafting, (chosen - runner_up)[:, 0].tolist(), strict=True))
 
+    def _score_found(self, state: RequestState, run: Sequence[int]) -> None:
+        """Compare what was found with what came, whether or not it was taken."""
+        pairs = list(zip(state.found.tokens, run, strict=False))
+        agreed = next((i for i, (found, came) in enumerate(pairs) if found != came), len(pairs))
+        self.planner.found(state.found.match, len(pairs), agreed)
+        state.found = NOTHING
+
     def _end_round(self, state: RequestState, drafted: int, accepted: int) -> None:
         """Count a verify pass; forget a view that has grown stale."""
-        self.planner.settle(state.serial, drafted, accepted, state.margins)
+        self.planner.settle(state.serial, drafted, accepted, state.margins, state.took_found)
         self.counters.record_verify(drafted, accepted)
         state.drafts, state.margins = [], []
         if drafted == 0:
             return
         state.drafted += drafted
         state.req.spec_num_cap_tokens = state.drafted
+        if state.took_found:
+            self.counters.looked_up += drafted
+            self.counters.looked_up_accepted += accepted
+            state.took_found = False
+            return
         state.rounds += 1
         state.view_drafted += drafted
         state.view_accepted += accepted

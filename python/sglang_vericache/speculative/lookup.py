@@ -1,0 +1,122 @@
+"""Proposals from a request's own text: what followed the last time the same tokens came up.
+
+Prompt lookup (n-gram) drafting costs no pass of the model. It is good where text repeats itself
+(code, quotations, tool arguments) and silent elsewhere, so it goes before drafting, not in its
+place: the planner takes a proposal when it expects more of it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Tokens that must agree for a place to be considered.
+ORDER = 3
+# Earlier places of the same tokens that are compared, the latest first.
+CANDIDATES = 8
+# Agreeing tokens beyond this many tell no more.
+LONGEST = 32
+_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+
+
+class Found(NamedTuple):
+    """What may follow.
+
+    Attributes:
+        tokens: the proposal.
+        match: tokens before it that agree with the latest ones, at most ``LONGEST``.
+    """
+
+    tokens: list[int]
+    match: int
+
+
+NOTHING = Found([], 0)
+
+
+class Lookup:
+    """All tokens of a request, searchable by their last few.
+
+    Twelve bytes a token and a hash table of as many entries; to find a proposal takes some ten
+    microseconds whatever the length.
+
+    Args:
+        tokens: its prompt.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = array("i", tokens)
+        size = 1 << max(len(tokens) - 1, 255).bit_length()
+        self._mask = size - 1
+        # A place is where ORDER tokens end. The latest place of each hash, and by place the one
+        # before it; 0 is none.
+        self._latest = np.zeros(size, dtype=np.int32)
+        self._earlier = array("i", bytes(4 * (len(tokens) + 1)))
+        self._index_all()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append what was generated."""
+        for token in tokens:
+            self._tokens.append(token)
+            self._earlier.append(0)
+            place = len(self._tokens)
+            if place >= ORDER:
+                latest = self._tokens[place - ORDER :]
+                terms = (f * t for f, t in zip(_FACTORS, latest, strict=True))
+                slot = _mix(sum(terms)) & self._mask
+                self._earlier[place] = int(self._latest[slot])
+                self._latest[slot] = place
+
+    def find(self, count: int) -> Found:
+        """Up to ``count`` tokens that followed the longest of the latest matches.
+
+        A proposal that runs into the end of the text goes on in the period this implies.
+        """
+        tokens, best, start = self._tokens, 0, 0
+        place, left = self._earlier[len(tokens)], CANDIDATES
+        while place and left and best < LONGEST:
+            match = self._match(place)
+            left -= match >= ORDER  # others have the same hash only
+            if match > best:
+                best, start = match, place
+            place = self._earlier[place]
+        if best < ORDER:
+            return NOTHING
+        found = tokens[start : start + count].tolist()
+        while len(found) < count:
+            found.append(found[len(found) - (len(tokens) - start)])
+        return Found(found, best)
+
+    def _match(self, place: int) -> int:
+        """Tokens before a place that equal the latest ones."""
+        tokens, end = self._tokens, len(self._tokens)
+        most = min(place, LONGEST)
+        for i in range(1, most + 1):
+            if tokens[place - i] != tokens[end - i]:
+                return i - 1
+        return most
+
+    def _index_all(self) -> None:
+        """``extend`` for all tokens at once."""
+        ids = np.array(self._tokens, dtype=np.int64)
+        count = len(ids) - ORDER + 1
+        if count < 1:
+            return
+        terms = (factor * ids[i : i + count] for i, factor in enumerate(_FACTORS))
+        slots = _mix(sum(terms)) & self._mask
+        order = np.argsort(slots, kind="stable")
+        same = slots[order[1:]] == slots[order[:-1]]
+        earlier = np.frombuffer(self._earlier, dtype=np.int32)
+        earlier[order[1:][same] + ORDER] = order[:-1][same] + ORDER
+        self._latest[slots[order]] = order + ORDER  # the last of equal ones stays
+
+
+def _mix(value: Any) -> Any:
+    """Bring high bits, in which ids differ, down to those that are used; int or int64."""
+    return value ^ (value >> 17) ^ (value >> 34)
