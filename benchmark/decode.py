@@ -64,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     add("--compressor", default="snapkv", help="of the server with VeriCache on (default: snapkv)")
     add("--ratio", default="0.1", help="kept share of a draft view (default: 0.1)")
     add("--draft-len", default="auto", help="tokens per draft, or auto (default: auto)")
+    add("--lookup", default="auto", help="auto or off (default: auto)")
     add("--dtype", default="bfloat16", help="of every server (default: bfloat16)")
     add("--model-path", type=Path, help="default: the embedded model")
     add("--skip-stock", action="store_true", help="leave the slow stock server out")
@@ -78,7 +79,7 @@ def _engines(args: argparse.Namespace, model: Path) -> list[tuple[list[Engine], 
     """Groups of servers that are alive together, and their cells."""
     drafting = (
         *("--vericache-compressor", args.compressor, "--vericache-ratio", args.ratio),
-        *("--vericache-draft-len", args.draft_len),
+        *("--vericache-draft-len", args.draft_len, "--vericache-lookup", args.lookup),
     )
     others, ours = [], []
     if not args.skip_stock:
@@ -129,6 +130,7 @@ def _run_info(args: argparse.Namespace, sweeps: dict[str, Sweep], digest: str) -
         "compressor": args.compressor,
         "ratio": float(args.ratio),
         "draft_len": args.draft_len,
+        "lookup": args.lookup,
         "prompts": digest,
         "prefill": {
             name: {str(context): round(rate) for context, rate in result.prefill.items()}
