@@ -134,7 +134,9 @@ class Counters:
     offloaded requests that came back to stay on the device. ``provisional`` counts requests that
     drafted while their full KV was on its way from a store, and ``proposed`` those drafts.
     ``unpacked`` counts views that found no room in a packed pool. ``looked_up`` counts drafts that
-    were found in the request's own text, ``looked_up_accepted`` those of them that were accepted.
+    were found in the request's own text, ``looked_up_accepted`` those of them that were accepted;
+    ``probed`` tokens found there that draft passes checked, ``probed_agreed`` those that became
+    drafts.
     """
 
     drafted: int = 0
@@ -155,6 +157,8 @@ class Counters:
     unpacked: int = 0
     looked_up: int = 0
     looked_up_accepted: int = 0
+    probed: int = 0
+    probed_agreed: int = 0
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
 

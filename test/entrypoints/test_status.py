@@ -83,6 +83,10 @@ def test_state_of_the_ranks():
         "provisional": 0,
         "proposed": 0,
         "unpacked": 0,
+        "looked_up": 0,
+        "looked_up_accepted": 0,
+        "probed": 0,
+        "probed_agreed": 0,
         "rounds_by_length": {"0": 1, "2": 1, "4": 2},
     }
     first = found["ranks"][0]

@@ -28,27 +28,32 @@ def slowly(tokens, count):
     return Found(text[start : start + count], best)
 
 
-@given(TOKENS, TOKENS, st.integers(1, 20))
-def test_it_finds_what_its_definition_says(prompt, output, count):
-    lookup = Lookup(prompt)
-    lookup.extend(output)
-    assert len(lookup) == len(prompt) + len(output)
-    assert lookup.find(count) == slowly(prompt + output, count)
+@given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), max_size=4), st.integers(1, 20))
+def test_it_finds_what_its_definition_says(prompt, rounds, count):
+    lookup, output = Lookup(prompt), []
+    for drafts, run in [([], []), *rounds]:
+        for tokens in (drafts, []) if drafts else ([],):
+            lookup.follow(len(prompt), output, tokens)
+            assert len(lookup) == len(prompt) + len(output) + len(tokens)
+            assert lookup.find(count) == slowly(prompt + output + tokens, count)
+        lookup.follow(len(prompt), output, drafts)  # as a draft goes on
+        output += run
 
 
 @given(TOKENS)
 def test_prompts_are_indexed_like_output(tokens):
     at_once, one_by_one = Lookup(tokens), Lookup([])
-    one_by_one.extend(tokens)
+    one_by_one.follow(0, tokens)
     assert at_once.find(8) == one_by_one.find(8)
 
 
 def test_a_quotation():
-    lookup = Lookup([*range(100, 200), 1, 2, 3])
+    prompt = [*range(100, 200), 1, 2, 3]
+    lookup = Lookup(prompt)
     assert lookup.find(4) == Found([], 0)
-    lookup.extend(range(140, 150))
+    lookup.follow(len(prompt), [], range(140, 150))
     assert lookup.find(4) == Found([150, 151, 152, 153], 10)
-    lookup.extend([150, 7])
+    lookup.follow(len(prompt), [*range(140, 150), 150, 7])
     assert lookup.find(4) == Found([], 0)
 
 

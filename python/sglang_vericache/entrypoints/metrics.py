@@ -31,6 +31,8 @@ TOTALS = {
     "unpacked": "Draft views that found no room in the pool of packed KV.",
     "looked_up": "Drafts that were found in the request's own text.",
     "looked_up_accepted": "Drafts found in the request's own text that were accepted.",
+    "probed": "Tokens found in the request's own text that draft passes checked.",
+    "probed_agreed": "Tokens so checked that became drafts.",
 }
 NAMES = {"drafted": "drafted_tokens", "accepted": "accepted_tokens"}
 # The same by place in the draft, label ``position`` from 0.

@@ -127,6 +127,8 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "unpacked": total.unpacked,
         "looked_up": total.looked_up,
         "looked_up_accepted": total.looked_up_accepted,
+        "probed": total.probed,
+        "probed_agreed": total.probed_agreed,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
         },

@@ -1,14 +1,16 @@
 """Rows of one forward pass -> the tokens that plain decoding would have emitted.
 
 A verifying request brings its drafts' rows and gets back the longest prefix of drafts that its own
-sampling confirms, plus one token. A drafting request brings one row and gets its next draft. Both
-are sampled by the same rule with the noise of their position, so a draft differs from the token
-verified later only where the compressed view changed the logits.
+sampling confirms, plus one token. A drafting request brings one row and gets its next draft, or
+further rows of tokens that may follow, and as many drafts as agree with those and one more. All are
+sampled by the same rule with the noise of their position, so a draft differs from the token verified
+later only where the compressed view changed the logits.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,17 +36,19 @@ class RowLayout:
     """Which row of a forward pass belongs to whom. Rows go by request, then by depth.
 
     A verifying request with k drafts owns k + 1 rows of depth 0..k; a drafting request with m
-    drafts owns one row of depth m. The row of depth d sees the request's committed output and
-    ``drafts[:d]``; its input token sits at ``positions``.
+    drafts and n probes, tokens that may follow them, owns rows of depth m..m + n. The row of depth
+    d sees the request's committed output and the first d of its drafts and probes; its input token
+    sits at ``positions``.
 
-    Shapes: ``req_index``, ``positions`` ``[rows]`` int64 on the device of the logits;
-    ``drafts`` and ``verifying`` have one entry per request of the batch.
+    Shapes: ``req_index``, ``positions`` ``[rows]`` int64 on the device of the logits; ``drafts``
+    (with probes), ``verifying`` and ``first`` (depth) have one entry per request of the batch.
     """
 
     req_index: torch.Tensor
     positions: torch.Tensor
     drafts: list[list[int]]
     verifying: list[bool]
+    first: list[int]
 
     @classmethod
     def build(
@@ -53,31 +57,36 @@ class RowLayout:
         verifying: list[bool],
         committed_lens: list[int],
         device: torch.device | str,
+        probes: Sequence[list[int]] = (),
     ) -> RowLayout:
         """Lay out a batch.
 
         Args:
             drafts, verifying: per request.
+            probes: per request, empty for one that verifies or has a grammar; () if nobody has any.
             committed_lens: per request, length of its committed KV; equals the position of the
                 last committed token, which is the input of depth 0.
         """
         req_index, positions = [], []
-        for request, (tokens, verifies, length) in enumerate(
-            zip(drafts, verifying, committed_lens, strict=True)
+        first = [0 if v else len(d) for d, v in zip(drafts, verifying, strict=True)]
+        if probes:
+            drafts = [[*own, *more] for own, more in zip(drafts, probes, strict=True)]
+        for request, (tokens, start, length) in enumerate(
+            zip(drafts, first, committed_lens, strict=True)
         ):
-            for row_depth in range(0 if verifies else len(tokens), len(tokens) + 1):
+            for row_depth in range(start, len(tokens) + 1):
                 req_index.append(request)
                 positions.append(length + row_depth)
         stacked = torch.tensor([req_index, positions], dtype=torch.int64)
         stacked = stacked.to(device, non_blocking=True)
-        return cls(stacked[0], stacked[1], drafts, verifying)
+        return cls(stacked[0], stacked[1], drafts, verifying, first)
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
         """First row and end of the rows of every request."""
         spans, start = [], 0
-        for drafts, verifies in zip(self.drafts, self.verifying, strict=True):
-            stop = start + (len(drafts) + 1 if verifies else 1)
+        for drafts, first in zip(self.drafts, self.first, strict=True):
+            stop = start + len(drafts) + 1 - first
             spans.append((start, stop))
             start = stop
         return spans
@@ -96,7 +105,7 @@ class Settled:
     Attributes:
         token_ids: ``[rows]`` int64; behind a request's accepted run meaningless.
         accept_len: committed tokens per request, 0 for a drafting one.
-        tokens: per request the committed run, or the one drafted token.
+        tokens: per request the committed run, or what it drafts.
         logprobs: of the committed tokens of requests that asked for them.
     """
 
@@ -140,13 +149,12 @@ def settle(
     accept_len, tokens = [], []
     sampled = token_ids.tolist()
     for request, (start, stop) in enumerate(layout.spans):
-        length = 0
-        if layout.verifying[request]:
-            length = counts.get(request) or _agreeing(
-                sampled[start:stop], layout.drafts[request], limits[request]
-            )
-        accept_len.append(length)
-        tokens.append(sampled[start : start + max(length, 1)])
+        expected = layout.drafts[request][layout.first[request] :]
+        length = counts.get(request) or _agreeing(
+            sampled[start:stop], expected, min(limits[request], stop - start)
+        )
+        accept_len.append(length if layout.verifying[request] else 0)
+        tokens.append(sampled[start : start + length])
     logprobs = _committed_logprobs(logits, layout, batch, params, sampler, token_ids, accept_len)
     return Settled(token_ids, accept_len, tokens, logprobs)
 

@@ -15,6 +15,8 @@ the optimal stopping rule of a renewal process whose best rate is gain(k).
 
 Tokens that lookup proposes cost no draft, only a row each: c = C_row / C_plain, and p hangs on how
 much of the text agreed before them. A round takes them instead of drafting where that gains more.
+Where it drafts, a draft pass may bring rows for tokens found: the j-th saves a draft of its own
+with chance p^j, so it pays while p^j exceeds the price of a row over that of a whole draft.
 """
 
 from __future__ import annotations
@@ -77,6 +79,10 @@ class DraftLength(ABC):
             request: with ``drafted == 0``.
             batch: number of running requests, at least 1.
         """
+        return 0
+
+    def probes(self, request: DraftState, batch: int) -> int:
+        """How many of the tokens found for a request its next draft pass should check."""
         return 0
 
     def found(self, match: int, tokens: int, agreed: int) -> None:  # noqa: B027
@@ -190,6 +196,17 @@ class AdaptiveLength(DraftLength):
             longest = min(self._k_max, request.limit)
             rival = max(rival, best_length(self.agreement(request.rid), price, longest)[1])
         return k if gain >= rival else 0
+
+    def probes(self, request: DraftState, batch: int) -> int:
+        state = self._requests.get(request.rid)
+        if state is None or not state.drafting:
+            return 0
+        row = self._cost.marginal(Work(draft_rows=1))
+        whole = self._cost.fixed / batch + self._cost.marginal(Work.draft(request.view))
+        p, chance, count = self._found.of(request.match, INITIAL_FOUND), 1.0, 0
+        while count < request.found and chance * p * whole > row:
+            chance, count = chance * p, count + 1
+        return count
 
     def found(self, match: int, tokens: int, agreed: int) -> None:
         self._found.record([match] * tokens, agreed)

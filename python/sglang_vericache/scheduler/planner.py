@@ -89,6 +89,15 @@ class Planner:
         """
         return self._length.takes(request, batch)
 
+    def probes(self, request: DraftState, batch: int) -> int:
+        """How many of the tokens found for a request its draft pass should check.
+
+        To be asked once after ``plan`` and ``revise``, for a request that drafts.
+        """
+        count = self._length.probes(request, batch)
+        self._work += Work(draft_rows=count)
+        return count
+
     def found(self, match: int, tokens: int, agreed: int) -> None:
         """Report how many of the tokens found after ``match`` agreeing ones came, taken or not."""
         self._length.found(match, tokens, agreed)

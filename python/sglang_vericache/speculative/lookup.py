@@ -49,6 +49,8 @@ class Lookup:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = array("i", tokens)
+        # Generated tokens among them that are there to stay.
+        self._sure = 0
         size = 1 << max(len(tokens) - 1, 255).bit_length()
         self._mask = size - 1
         # A place is where ORDER tokens end. The latest place of each hash, and by place the one
@@ -60,18 +62,40 @@ class Lookup:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append what was generated."""
-        for token in tokens:
-            self._tokens.append(token)
-            self._earlier.append(0)
-            place = len(self._tokens)
-            if place >= ORDER:
-                latest = self._tokens[place - ORDER :]
-                terms = (f * t for f, t in zip(_FACTORS, latest, strict=True))
-                slot = _mix(sum(terms)) & self._mask
-                self._earlier[place] = int(self._latest[slot])
-                self._latest[slot] = place
+    def follow(self, prompt: int, output: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Have the text be the prompt of that length, what was generated and what was drafted."""
+        sure = prompt + self._sure
+        new = [*output[self._sure :], *drafts]
+        same = 0
+        for old, token in zip(self._tokens[sure:], new, strict=False):
+            if old != token:
+                break
+            same += 1
+        while len(self._tokens) > sure + same:
+            self._drop_last()
+        for token in new[same:]:
+            self._append(token)
+        self._sure = len(output)
+
+    def _append(self, token: int) -> None:
+        self._tokens.append(token)
+        self._earlier.append(0)
+        place = len(self._tokens)
+        if place >= ORDER:
+            slot = self._slot(place)
+            self._earlier[place] = int(self._latest[slot])
+            self._latest[slot] = place
+
+    def _drop_last(self) -> None:
+        place = len(self._tokens)
+        if place >= ORDER:
+            self._latest[self._slot(place)] = self._earlier[place]
+        self._tokens.pop()
+        self._earlier.pop()
+
+    def _slot(self, place: int) -> int:
+        terms = (f * t for f, t in zip(_FACTORS, self._tokens[place - ORDER : place], strict=True))
+        return int(_mix(sum(terms)) & self._mask)
 
     def find(self, count: int) -> Found:
         """Up to ``count`` tokens that followed the longest of the latest matches.
@@ -103,7 +127,7 @@ class Lookup:
         return most
 
     def _index_all(self) -> None:
-        """``extend`` for all tokens at once."""
+        """``_append`` for all tokens at once."""
         ids = np.array(self._tokens, dtype=np.int64)
         count = len(ids) - ORDER + 1
         if count < 1:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class RaggedPass:
     """Rows of one pass over a decode batch.
 
-    A drafting request brings one row that reads its view; a verifying request brings its last
-    committed token and its drafts, which read its full KV, on the device or in host memory.
+    A drafting request brings its latest token and its probes, which read its view; a verifying
+    request brings its last committed token and its drafts, which read its full KV, on the device or
+    in host memory.
 
     Attributes:
         states, actions: the requests and what each does.
@@ -69,6 +70,7 @@ class RaggedPass:
             verifying=[v or s.unverified for v, s in zip(verifies, states, strict=True)],
             committed_lens=[state.committed for state in states],
             device=device,
+            probes=[[] if v else s.probes for v, s in zip(verifies, states, strict=True)],
         )
         tokens: list[int] = []
         captured: list[int] = []
@@ -76,7 +78,7 @@ class RaggedPass:
         drafting: list[int] = []
         for state, verify in zip(states, verifies, strict=True):
             sequence = [state.req.output_ids[-1], *state.drafts]
-            tokens.extend(sequence if verify else sequence[-1:])
+            tokens.extend(sequence if verify else [sequence[-1], *state.probes])
             if captures[len(heads) - 1]:
                 captured.extend(range(heads[-1], len(tokens)))
             heads.append(len(tokens))
@@ -86,7 +88,7 @@ class RaggedPass:
             tail_start.append(
                 state.view_length if reads_view else state.published if reads_host else 0
             )
-            tail_end.append(state.committed + len(sequence))
+            tail_end.append(state.committed + len(sequence) + (0 if verify else len(state.probes)))
         columns = [tail_start, tail_end, drafting, *([list(on_host)] if any(on_host) else [])]
         groups = torch.tensor(columns, dtype=torch.int32).to(device)
         hosts = groups[3] if any(on_host) else None

@@ -49,6 +49,7 @@ class RequestState:
         lookup: its text; None while nobody has looked anything up.
         found: what that says may follow the committed tokens.
         took_found: whether the drafts are those.
+        probes: what it says may follow the drafts; rows of the next draft pass check them.
     """
 
     req: Req
@@ -76,6 +77,7 @@ class RequestState:
     lookup: Lookup | None = None
     found: Found = NOTHING
     took_found: bool = False
+    probes: list[int] = field(default_factory=list)
 
     @property
     def row(self) -> int:
@@ -104,15 +106,14 @@ class RequestState:
 
     def look_up(self, count: int, context_limit: int) -> Found:
         """Find up to ``count`` tokens that may follow, no more than the request may draft."""
-        most = min(count, self._draft_limit(context_limit))
+        most = min(count, self._draft_limit(context_limit) - len(self.drafts))
         if most <= 0:
             return NOTHING
+        prompt = self.req.origin_input_ids
         if self.lookup is None:
-            self.lookup = Lookup(self.req.origin_input_ids)
-        known = len(self.lookup) - len(self.req.origin_input_ids)
-        self.lookup.extend(self.req.output_ids[known:])
-        self.found = self.lookup.find(most)
-        return self.found
+            self.lookup = Lookup(prompt)
+        self.lookup.follow(len(prompt), self.req.output_ids, self.drafts)
+        return self.lookup.find(most)
 
     def take_found(self, count: int) -> None:
         """Begin a round whose drafts are the first tokens found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -160,6 +161,15 @@ class VeriCacheWorker(BaseSpecWorker):
             batch.hicache_consumer_index = arranged.copies
             planned = [a for s, a in zip(states, chosen, strict=True) if not s.unverified]
             self.planner.revise(planned, arranged.loaded)
+        for state in states:
+            state.probes = []
+        if self.looks_up:
+            drafting = [
+                a is Action.DRAFT for s, a in zip(states, chosen, strict=True) if not s.unverified
+            ]
+            for state, before, drafts in zip(verified, told, drafting, strict=True):
+                if drafts:
+                    self._add_probes(state, before, limit, len(told))
         captures = [
             action is Action.VERIFY and bool(state.drafts) and self._wants_queries(state)
             for state, action in zip(states, chosen, strict=True)
@@ -174,13 +184,24 @@ class VeriCacheWorker(BaseSpecWorker):
         staying = self.tiers is None or state.has_view or told.limit == 0
         if state.drafts or told.load or not staying:
             return told
-        found = state.look_up(self.config.max_draft_len, limit)
+        found = state.found = state.look_up(self.config.max_draft_len, limit)
         told = replace(told, found=len(found.tokens), match=found.match)
         taken = self.planner.takes(told, batch) if found.tokens else 0
         if taken == 0:
             return told
         state.take_found(taken)
         return replace(told, drafted=taken)
+
+    def _add_probes(self, state: RequestState, told: DraftState, limit: int, batch: int) -> None:
+        """Have the draft pass check tokens that may follow, so that it drafts several at once."""
+        most = told.limit - told.drafted - 1
+        if most <= 0 or state.req.grammar is not None or state.proposals:
+            return
+        found = state.look_up(most, limit)
+        count = self.planner.probes(
+            replace(told, found=len(found.tokens), match=found.match), batch
+        )
+        state.probes = found.tokens[:count]
 
     def _free_packed(self, states: Sequence[RequestState]) -> None:
         """Free the packed copies of ended requests; who lacked room for one may draft again."""
@@ -224,9 +245,10 @@ class VeriCacheWorker(BaseSpecWorker):
             if action is Action.WAIT:
                 continue
             if accepted == 0:
-                state.drafts.append(run[0])
-                if i in margins:
-                    state.margins.append(margins[i])
+                state.drafts += run
+                state.margins += margins.get(i, [])[: len(run)]
+                self.counters.probed += len(state.probes)
+                self.counters.probed_agreed += len(run) - 1
                 continue
             committed[i][:accepted] = run
             if action is Action.DRAFT:  # unverified: its KV is not exact
@@ -256,20 +278,27 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _margins(
         self, step: RaggedPass, logits: torch.Tensor, token_ids: torch.Tensor
-    ) -> dict[int, float]:
-        """By drafting request, the logit of its new draft above the best other one.
+    ) -> dict[int, list[float]]:
+        """By drafting request, the logit of each new draft above the best other one.
 
         A draft whose runner-up is near is often rejected, and everything drafted after it with it.
         Nobody asks with a fixed draft length.
         """
-        drafting = [i for i, verifies in enumerate(step.layout.verifying) if not verifies]
+        layout = step.layout
+        drafting = [i for i, verifies in enumerate(layout.verifying) if not verifies]
         if self.config.draft_len is not None or not drafting:
             return {}
-        rows = torch.tensor([step.layout.spans[i][0] for i in drafting], device=logits.device)
+        spans = [layout.spans[i] for i in drafting]
+        index = [row for start, stop in spans for row in range(start, stop)]
+        rows = torch.tensor(index, device=logits.device)
         others, drafts = logits[rows], token_ids[rows, None]
         chosen = others.gather(1, drafts)
         runner_up = others.scatter_(1, drafts, float("-inf")).amax(dim=1, keepdim=True)
-        return dict(zip(drafting, (chosen - runner_up)[:, 0].tolist(), strict=True))
+        margins = iter((chosen - runner_up)[:, 0].tolist())
+        return {
+            i: list(itertools.islice(margins, stop - start))
+            for i, (start, stop) in zip(drafting, spans, strict=True)
+        }
 
     def _score_found(self, state: RequestState, run: Sequence[int]) -> None:
         """Compare what was found with what came, whether or not it was taken."""
