@@ -58,7 +58,15 @@ def run_plain(reqs: list[Req], model, sampler, steps: int) -> dict:
 
 
 def run_drafted(
-    reqs: list[Req], model, drafter, sampler, steps: int, k: int, check=None, seed: int = 0
+    reqs: list[Req],
+    model,
+    drafter,
+    sampler,
+    steps: int,
+    k: int,
+    check=None,
+    seed: int = 0,
+    prober=None,
 ) -> tuple[dict, list[int]]:
     """Decode with staggered drafting and verification.
 
@@ -66,6 +74,7 @@ def run_drafted(
         drafter: called with a request, its committed prefix and its drafts so far; returns the
             logits of the drafting row, or a token id to draft without sampling.
         check: called after every iteration with the requests.
+        prober: called with a request and its drafts; returns tokens that the draft pass checks.
 
     Returns:
         What each request was told, and the accepted lengths of all verifications.
@@ -90,18 +99,23 @@ def run_drafted(
     while min(len(req.output_ids) for req in reqs) < steps:
         verifying = [len(d) >= target for d, target in zip(drafts, targets, strict=True)]
         scripted = {}
+        probes = [[] for _ in reqs]
         rows = []
         for i, (req, verifies) in enumerate(zip(reqs, verifying, strict=True)):
             if verifies:
                 rows += [model(req.prefix + drafts[i][:d]) for d in range(len(drafts[i]) + 1)]
                 continue
-            drafted = drafter(req, req.prefix, drafts[i])
+            if prober is not None and req.grammar is None:
+                probes[i] = prober(req, drafts[i])[: targets[i] - len(drafts[i]) - 1]
+            for d in range(len(probes[i])):
+                rows.append(drafter(req, req.prefix, drafts[i] + probes[i][:d]))
+            drafted = drafter(req, req.prefix, drafts[i] + probes[i])
             if isinstance(drafted, int):
                 scripted[i] = drafted
                 drafted = model(req.prefix + drafts[i])
             rows.append(drafted)
         lengths = [len(req.prefix) - 1 for req in reqs]
-        layout = RowLayout.build(drafts, verifying, lengths, "cpu")
+        layout = RowLayout.build(drafts, verifying, lengths, "cpu", probes)
         before = [req.output_ids[:] for req in reqs]
         settled = settle(torch.stack(rows), layout, batch, sampler)
         assert [req.output_ids for req in reqs] == before
@@ -110,7 +124,9 @@ def run_drafted(
         for i, req in enumerate(reqs):
             if not verifying[i]:
                 assert settled.accept_len[i] == 0
-                drafts[i] = [*drafts[i], scripted.get(i, settled.tokens[i][0])]
+                run = settled.tokens[i]
+                assert run[:-1] == probes[i][: len(run) - 1]
+                drafts[i] = [*drafts[i], *([scripted[i]] if i in scripted else run)]
                 continue
             accepted.append(settled.accept_len[i])
             assert len(settled.tokens[i]) == settled.accept_len[i]

@@ -100,6 +100,31 @@ def test_drafted_equals_plain(plain, sampler, k, error):
         assert error == 3.0 or max(accepted) > 2
 
 
+def test_a_draft_pass_that_checks_tokens_drafts_what_one_by_one_would(plain, sampler):
+    """Its rows have the penalties, noise and limits of their depth: every draft is accepted."""
+    reqs, model, rng = make_reqs(), HashModel(), random.Random(0)
+    truth = {id(req): list(known.output_ids) for req, known in zip(reqs, plain[0], strict=True)}
+    runs = []
+
+    def prober(req, drafts):
+        at = len(req.output_ids) + len(drafts)
+        tokens = truth[id(req)][at : at + 4]
+        if tokens and rng.random() < 0.5:  # one of them is wrong
+            tokens[rng.randrange(len(tokens))] += 1
+        runs.append(len(tokens))
+        return tokens
+
+    def drafter(req, prefix, drafts):
+        return model(prefix + drafts)
+
+    log, accepted = run_drafted(reqs, model, drafter, sampler, STEPS, 8, prober=prober)
+    assert max(runs) == 4, "precondition: several rows"
+    assert outputs(reqs) == outputs(plain[0])
+    assert logs(log, reqs) == logs(plain[1], plain[0])
+    one_by_one = run_drafted(make_reqs(), model, drafter, sampler, STEPS, 8)[1]
+    assert sum(accepted) / len(accepted) > 0.9 * sum(one_by_one) / len(one_by_one) > 4
+
+
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_scripted_accept_lengths(plain, sampler, k):
     """Drafts that agree for 0..k tokens: lengths, counts and logprobs after every one."""

@@ -1,6 +1,7 @@
 """Draft lengths on simulated servers: near the best fixed one, never much slower than plain."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -140,6 +141,19 @@ def test_lookup_is_taken_where_it_gains_and_left_where_it_does_not(simulation, b
 
 def test_a_fixed_length_takes_nothing():
     assert FixedLength(4).takes(DraftState(0, 6000, 600, 0, 100, found=8, match=32), 1) == 0
+
+
+def test_a_draft_pass_checks_what_probably_comes(simulation):
+    server = simulation(Planner.adaptive(16), pair=1e-7)
+    (request, *_) = server.add(16, 0.95)
+    while not request.drafted or len(request.rounds) < 10:
+        server.step()
+    told = replace(request.state(), found=8, match=20)
+    for p, fewest, most in ((1.0, 8, 8), (0.7, 1, 7), (0.0, 0, 0)):
+        for _ in range(3000):
+            server.planner.found(20, 1, int(server.random.random() < p))
+        assert fewest <= server.planner.probes(told, 16) <= most
+    assert server.planner.probes(replace(told, rid="unknown"), 16) == 0
 
 
 def test_what_is_found_is_judged_by_the_match_before_it(simulation):

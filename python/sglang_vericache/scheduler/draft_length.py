@@ -269,7 +269,9 @@ class AdaptiveLength(DraftLength):
 
     def _affordable(self, state: _Request, price: float) -> int:
         """Drafts whose loss the request's credit covers, should all be rejected."""
-        return int((state.credit + LOSS_SHARE) / price) if price > 0 else self._k_max
+        if price <= 0:
+            return self._k_max
+        return max(int((state.credit + LOSS_SHARE) / price), 0)
 
     def _pay(self, state: _Request, spent: float, tokens: int) -> None:
         state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)
