@@ -8,12 +8,12 @@ only (``offload``), get them back for one pass (``stage``) and give the device s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, EvictResult
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     create_unified_radix_cache,
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sglang_vericache.config import config_of
 from sglang_vericache.core import DraftView
-from sglang_vericache.mem_cache.copying import CopyingCache
+from sglang_vericache.mem_cache.lending import LendingCache
 from sglang_vericache.mem_cache.parts import Parts, copy_held
 from sglang_vericache.mem_cache.span_store import SpanStore, namespace_of
 from sglang_vericache.mem_cache.storage_hooks import storage_of
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 NAME = "vericache"
 # Weight of the latest pass in the share of full KV that has to be copied for one.
 LOADED_RATE = 0.1
-# Of the device's slots, how many may be lent.
-LENT_SHARE = 0.25
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Holding:
     copied_by: int = -1
 
 
-class TieredCache(CopyingCache):
+class TieredCache(LendingCache):
     """The tree and, for each request with an offloaded prefix, its ``Holding``."""
 
     def __init__(self, params: Any):
@@ -77,18 +75,12 @@ class TieredCache(CopyingCache):
         self.stuck: set[Req] = set()
         # Whether verify passes read full KV in host memory.
         self.reads_host = False
-        # Slots lent to whoever asked, by borrower; and how to ask for them all.
-        self.lent: dict[Hashable, Tensor] = {}
-        self.give_up_room: Callable[[], None] = lambda: None
-        self._lending = False
         # Called when a request is about to be admitted.
         self.starting: Callable[[Req], None] = lambda req: None
         # Whether requests are being retracted for want of room.
         self.retracting = False
         # Compressed copies in a store, with ``--vericache-tier remote``.
         self.spans: SpanStore | None = None
-        # Whether slots were given up since admission was last asked, and whether it said no.
-        self.made_room = self.refused = False
 
     def reset(self) -> None:
         """Forget everything, once no copy runs any more."""
@@ -137,48 +129,6 @@ class TieredCache(CopyingCache):
             hicache_write_policy,
         )
         return attached
-
-    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
-        """As stock; what was lent goes before anybody is retracted or fails."""
-        result = super().evict_for_alloc(params, **kwargs)
-        if self.lent and not self._lending and result.num_tokens_evicted < params.num_tokens:
-            self.give_up_room()
-        return result
-
-    def allocate(self, tokens: int) -> Tensor | None:
-        """Device slots for a compressed copy, evicting cached prefixes; None if there is no room.
-
-        Returns:
-            int64 ``[n]``, ``n >= tokens`` a multiple of the page size.
-        """
-        size = -(-tokens // self.page_size) * self.page_size
-        allocator = self.token_to_kv_pool_allocator
-        missing = size - allocator.available_size()
-        if missing > 0:
-            self.evict_for_alloc(EvictParams(num_tokens=missing))
-        found: Tensor | None = allocator.alloc(size)
-        return None if found is None else found.long()
-
-    def lend(self, borrower: Hashable, tokens: int) -> Tensor | None:
-        """``allocate`` for a borrower, which holds nothing yet, until ``take_back``.
-
-        All borrowers together get ``LENT_SHARE`` of the device at most.
-        """
-        assert borrower not in self.lent and tokens > 0
-        lent = sum(len(slots) for slots in self.lent.values())
-        if self.refused or lent + tokens > LENT_SHARE * self.token_to_kv_pool_allocator.size:
-            return None
-        self._lending = True
-        slots = self.allocate(tokens)
-        self._lending = False
-        if slots is not None:
-            self.lent[borrower] = slots
-        return slots
-
-    def take_back(self, borrower: Hashable) -> None:
-        """Free what was lent."""
-        self.token_to_kv_pool_allocator.free(self.lent.pop(borrower))
-        self.made_room = True
 
     def can_offload(self, req: Req) -> bool:
         """Whether the tree owns a prefix of the request, and the request may enter it."""

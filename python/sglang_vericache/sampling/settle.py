@@ -3,8 +3,8 @@
 A verifying request brings its drafts' rows and gets back the longest prefix of drafts that its own
 sampling confirms, plus one token. A drafting request brings one row and gets its next draft, or
 further rows of tokens that may follow, and as many drafts as agree with those and one more. All are
-sampled by the same rule with the noise of their position, so a draft differs from the token verified
-later only where the compressed view changed the logits.
+sampled by the same rule with the noise of their position, so a draft differs from the token
+verified later only where the compressed view changed the logits.
 """
 
 from __future__ import annotations

@@ -196,6 +196,7 @@ class VeriCacheWorker(BaseSpecWorker):
         """Have the draft pass check tokens that may follow, so that it drafts several at once."""
         most = told.limit - told.drafted - 1
         import os
+
         if os.environ.get("VC_NOPROBE"):
             return
         if most <= 0 or state.req.grammar is not None or state.proposals:
