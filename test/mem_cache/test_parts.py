@@ -29,9 +29,10 @@ class Pool:
 
 @st.composite
 def views(draw):
-    """A view, its prefix's length and page size."""
+    """A view, its prefix's length (all whole pages of what it was chosen from) and page size."""
     page = draw(st.sampled_from([1, 2, 4]))
-    length = draw(st.integers(1, 8)) * page
+    pages = draw(st.integers(1, 8))
+    length = pages * page + draw(st.integers(0, page - 1))
     by_head = draw(st.booleans())
     layers = []
     for _ in range(draw(st.integers(1, 3))):
@@ -40,16 +41,16 @@ def views(draw):
         if by_head:
             lists.append(sorted(draw(st.permutations(range(length)))[:count]))
         layers.append(torch.tensor(lists, dtype=torch.int32).view(len(lists), count))
-    return DraftView(tuple(layers), length), page
+    return DraftView(tuple(layers), length), pages * page, page
 
 
 @given(views(), st.data())
 def test_both_parts_together_are_the_prefix(given_view, data):
     """Each token of each layer comes exactly once, from the copy or from the host, and is right."""
-    view, page = given_view
-    length, layers = view.length, len(view.layers)
+    view, length, page = given_view
+    layers = len(view.layers)
     start = data.draw(st.integers(0, length // page)) * page
-    copy = 100 + torch.randperm(length)
+    copy = 100 + torch.randperm(view.length)
     host, target = 50 + torch.randperm(length), torch.randperm(50)[:length]
     pool, host_pool = Pool(200, layers), Pool(200, layers)
     for layer, positions in enumerate(view.layers):

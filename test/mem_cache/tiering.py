@@ -131,7 +131,7 @@ class Model:
                     buffer[row[position]] = scale * (self.value(req, position) + layer)
 
     def grow(self, req, tokens):
-        """Whole pages of new slots for the next tokens."""
+        """New slots for the next tokens."""
         slots = self.allocator.alloc(tokens)
         start = req.kv.kv_committed_len
         self.rows.req_to_token[req.kv.req_pool_idx, start : start + tokens] = slots.int()
@@ -160,6 +160,7 @@ class Model:
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         row[: req.prefix_len] = self.cache.path_device_indices(req.last_node)[: req.prefix_len]
         req.kv.cache_protected_len = req.kv.kv_committed_len = req.prefix_len
+        req.kv.kv_allocated_len = req.prefix_len
         index = self.cache.ready_to_load_host_cache()
         if index >= 0:  # as the prefill pass does
             counter = self.cache.cache_controller.layer_done_counter
@@ -170,13 +171,14 @@ class Model:
         self.running.append(req)
 
     def decode(self, req):
-        """A page of tokens after a verify pass, which needs the full KV."""
+        """Up to a page of tokens after a verify pass, which needs the full KV."""
         if self.cache.is_offloaded(req) or req.kv.kv_committed_len + self.page > LONGEST:
             return
         if not self.room(self.page):
             return
-        req.output_ids.extend(range(9000 + self.started, 9000 + self.started + self.page))
-        self.grow(req, self.page)
+        tokens = 1 + (len(req.output_ids) + self.started) % self.page
+        req.output_ids.extend(range(9000 + self.started, 9000 + self.started + tokens))
+        self.grow(req, tokens)
 
     def offload(self, req):
         if self.cache.is_offloaded(req) or not self.cache.can_offload(req):

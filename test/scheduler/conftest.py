@@ -135,7 +135,7 @@ class Simulation:
                 accepted += 1
         margins = [] if request.took_found else request.margins
         took, request.took_found = request.took_found, False
-        self.planner.settle(request.rid, request.drafted, accepted, margins, took)
+        self.planner.settle(request.rid, request.drafted, accepted, margins, taken=took)
         request.rounds.append((request.drafted, accepted))
         request.context += accepted + 1
         request.output += accepted + 1

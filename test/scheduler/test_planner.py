@@ -159,3 +159,11 @@ def test_without_room_for_two_no_copy_is_booked_beside_another():
             drafted[rid] = 0 if action is Action.VERIFY else drafted[rid] + 1
             if action is Action.VERIFY:
                 planner.settle(rid, 3, 3)
+
+
+def test_requests_that_never_drafted_are_forgotten_too():
+    planner = Planner.adaptive(8)
+    for rid in range(100):
+        planner.takes(DraftState(rid, 1000, 100, 0, 8, found=4, match=8), 1)
+    planner.plan([])
+    assert not planner._length._requests

@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-from sglang.srt.managers.cache_controller import LayerLoadingEvent
+from sglang.srt.managers.cache_controller import HiCacheAck, LayerLoadingEvent
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_vericache.mem_cache.parts import PartTransferEngine, Way, whole
+from sglang_vericache.mem_cache.parts import PartTransferEngine, Way, merged, whole
 
 # Copies to the device that may run at once; stock allows three.
 COPIES = 8
@@ -76,11 +75,15 @@ class CopyingCache(UnifiedRadixCache):
         if not controller.load_queue:
             return -1
         self._following_event().synchronize()  # stock only asserts that it is free
+        tokens = float(sum(len(op.device_indices) for op in controller.load_queue))
         ways = self._queued_ways()
-        tokens = sum(len(way.source) for way in ways) / len(ways)
+        # Also if there are none: a load that raised may have left some.
         controller.l2_transfer_engine.ways = ways
         index = int(super().ready_to_load_host_cache())
-        controller.ack_load_queue[-1] = controller.ack_load_queue[-1]._replace(num_tokens=tokens)
+        if ways:
+            share = sum(len(way.source) for way in ways) / len(ways) / tokens
+            tokens *= share
+            controller.ack_load_queue[-1] = _less(controller.ack_load_queue[-1], share)
         self._link_free = max(self._link_free, time.monotonic()) + tokens * self.token_seconds
         self._arrivals[index] = self._link_free
         return index
@@ -142,20 +145,31 @@ class CopyingCache(UnifiedRadixCache):
         self._ways[self.cache_controller.load_queue[-1].id] = ways
 
     def _queued_ways(self) -> list[Way]:
-        """What all queued copies move, by layer, where SGLang's transfers want the slots."""
+        """What all queued copies move, by layer, where SGLang's transfers want the slots.
+
+        Empty if nothing is left out: SGLang's own way then.
+        """
         controller = self.cache_controller
+        if not any(op.id in self._ways for op in controller.load_queue):
+            return []
         layers = controller.transfer_layer_id_max
         each = [
             self._ways.pop(op.id, []) or whole(op.host_indices, op.device_indices, layers)
             for op in controller.load_queue
         ]
-        merged = [Way(*map(torch.cat, zip(*ways, strict=True))) for ways in zip(*each, strict=True)]
-        counts = [len(way.source) for way in merged]
-        device = controller.device if controller.io_backend == "kernel" else "cpu"
-        sources, targets = (torch.cat(slots).to(device) for slots in zip(*merged, strict=True))
-        return list(map(Way, sources.split(counts), targets.split(counts)))
+        return merged(each, controller.device if controller.io_backend == "kernel" else "cpu")
 
     def _following_event(self) -> Any:
         """When the copy that had the index of the next one is complete."""
         counter = self.cache_controller.layer_done_counter
         return counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event
+
+
+def _less(ack: HiCacheAck, share: float) -> HiCacheAck:
+    """An acknowledgement of a copy that moves this share of its tokens."""
+    by_pool = {pool: round(share * n) for pool, n in (ack.num_tokens_by_pool or {}).items()}
+    return ack._replace(
+        num_tokens=max(round(share * ack.num_tokens), 0),
+        num_tokens_by_pool=by_pool or ack.num_tokens_by_pool,
+        num_bytes=round(share * ack.num_bytes) if ack.num_bytes else ack.num_bytes,
+    )

@@ -28,30 +28,36 @@ class Way(NamedTuple):
 class Parts:
     """Which tokens of a prefix its compressed copy has, layer by layer, and which it lacks.
 
+    What it knows takes four bytes a token and layer, on the device and once more on the host.
+
     Args:
         view: what the copy was made from.
-        length: tokens of the prefix.
+        length: tokens of the prefix, a multiple of the page size; may be less than the view's.
         page_size: what is copied from the host are whole pages of this size.
     """
 
     def __init__(self, view: DraftView, length: int, page_size: int) -> None:
         self.length = length
-        # By layer, ascending: entries of the copy and their positions; positions it lacks.
-        self._held: list[Way] = []
-        self._lacking: list[Tensor] = []
+        # By layer, ascending: entries of the copy, their positions, and positions it lacks.
+        entries_of, held, lacking = [], [], []
+        device = view.layers[0].device
         lists = torch.cat([positions.flatten() for positions in view.layers]).cpu().long()
         sizes = [positions.numel() for positions in view.layers]
         for positions, flat in zip(view.layers, lists.split(sizes), strict=True):
             by_head = flat.view(positions.shape)
             # With a list for each head an entry is a token only where all of them name it.
-            entries = (by_head == by_head[:1]).all(dim=0).nonzero()[:, 0]
+            common = (by_head == by_head[:1]).all(dim=0) & (by_head[0] < length)
+            entries = common.nonzero()[:, 0]
             tokens = by_head[0, entries]
             there = torch.zeros(length, dtype=torch.bool)
             there[tokens] = True
             there = there.view(-1, page_size).all(dim=1).repeat_interleave(page_size)
             whole = there[tokens]
-            self._held.append(Way(entries[whole], tokens[whole]))
-            self._lacking.append((~there).nonzero()[:, 0])
+            entries_of.append(entries[whole])
+            held.append(tokens[whole])
+            lacking.append((~there).nonzero()[:, 0])
+        self._entries, self._held = _Layered(entries_of, device), _Layered(held, device)
+        self._lacking = _Layered(lacking, device)
 
     def held(self, copy: Tensor, target: Tensor) -> list[Way]:
         """Ways of what the copy has.
@@ -61,14 +67,10 @@ class Parts:
             target: int64 ``[n]``, where the last n tokens of the prefix are wanted.
         """
         start = self.length - len(target)
-        first = [int(torch.searchsorted(way.target, start)) for way in self._held]
-        counts = [len(way.target) - at for way, at in zip(self._held, first, strict=True)]
-        parts = list(zip(self._held, first, strict=True))
-        entries = torch.cat([way.source[at:] for way, at in parts])
-        tokens = torch.cat([way.target[at:] for way, at in parts]) - start
-        sources = copy[entries.to(copy.device)]
-        targets = target[tokens.to(target.device)]
-        return list(map(Way, sources.split(counts), targets.split(counts)))
+        first = self._held.first(start)
+        entries, counts = self._entries.since(first)
+        tokens, _ = self._held.since(first)
+        return _ways(copy[entries], target[tokens - start], counts)
 
     def lacking(self, host: Tensor, target: Tensor) -> list[Way]:
         """Ways of what the copy lacks.
@@ -78,11 +80,45 @@ class Parts:
             target: int64 ``[n]``, where they are wanted.
         """
         start = self.length - len(target)
-        tails = [each[int(torch.searchsorted(each, start)) :] for each in self._lacking]
-        tokens, counts = torch.cat(tails) - start, list(map(len, tails))
-        sources = host[tokens.to(host.device)]
-        targets = target[tokens.to(target.device)]
-        return list(map(Way, sources.split(counts), targets.split(counts)))
+        tokens, counts = self._lacking.since(self._lacking.first(start))
+        wanted = tokens - start
+        return _ways(host.to(target.device)[wanted], target[wanted], counts)
+
+
+class _Layered:
+    """Ascending numbers of each layer, one layer after the other in a tensor on the device."""
+
+    def __init__(self, layers: Sequence[Tensor], device: torch.device) -> None:
+        flat = torch.cat(list(layers)).int()
+        self._layers = flat.split([len(layer) for layer in layers])
+        self._flat = flat.to(device)
+
+    def first(self, number: int) -> list[int]:
+        """By layer, how many are below ``number``."""
+        if number == 0:
+            return [0] * len(self._layers)
+        return [int(torch.searchsorted(layer, number)) for layer in self._layers]
+
+    def since(self, first: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """All but the first ones of each layer, and how many that are."""
+        counts = [len(layer) - at for layer, at in zip(self._layers, first, strict=True)]
+        if not any(first):
+            return self._flat, counts
+        whole = self._flat.split([len(layer) for layer in self._layers])
+        return torch.cat([layer[at:] for layer, at in zip(whole, first, strict=True)]), counts
+
+
+def _ways(source: Tensor, target: Tensor, counts: Sequence[int]) -> list[Way]:
+    return list(map(Way, source.split(list(counts)), target.split(list(counts))))
+
+
+def merged(each: Sequence[Sequence[Way]], device: torch.device | str) -> list[Way]:
+    """Ways of several copies that become one, as int64 slots on ``device``."""
+    layers = list(zip(*each, strict=True))
+    counts = [sum(len(way.source) for way in ways) for ways in layers]
+    flat = (torch.cat([way[i] for ways in layers for way in ways]).long() for i in (0, 1))
+    source, target = (slots.to(device) for slots in flat)
+    return _ways(source, target, counts)
 
 
 def whole(host: Tensor, target: Tensor, layers: int) -> list[Way]:

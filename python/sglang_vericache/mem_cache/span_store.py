@@ -80,6 +80,8 @@ class SpanCache:
 
     def put(self, name: str, blob: bytes) -> None:
         """Keep a span, for others that have not been asked for longer."""
+        if len(blob) > self._size:
+            return
         with self._lock:
             self._used += len(blob) - len(self._spans.pop(name, b""))
             self._spans[name] = blob

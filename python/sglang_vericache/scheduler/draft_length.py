@@ -99,12 +99,14 @@ class DraftLength(ABC):
         drafted: int,
         accepted: int,
         margins: Sequence[float] = (),
+        passes: int | None = None,
         taken: bool = False,
     ) -> None:
         """Learn that ``accepted`` of ``drafted`` tokens agreed in the round that ends now.
 
         Args:
             margins: of the drafts, as in ``DraftState``.
+            passes: that drafted them; None: one each.
             taken: whether they were not drafted but found.
         """
 
@@ -131,6 +133,9 @@ class _Request:
     drafting: bool = False
     price: float = 0.0
     row_price: float = 0.0
+    probe_price: float = 0.0
+    longest: int = 0
+    probed: int = 0
     gain: float = 1.0
     credit: float = START_CREDIT
     probe_held: bool = False
@@ -164,13 +169,14 @@ class AdaptiveLength(DraftLength):
         if request.view >= request.context:
             return Length(0, 0)
         state = self._requests.setdefault(request.rid, _Request())
-        state.price = self.price(request, batch, copy_seconds)
+        state.row_price, state.price = self._prices(request, batch, copy_seconds)
         k_max = min(self._k_max, request.limit, self._affordable(state, state.price))
         p = self.agreement(request.rid)
         k, state.gain = best_length(p, state.price, k_max)
         state.drafting = k > 0 and state.gain >= (1.0 if state.drafting else START_GAIN)
         if state.drafting:
             k = min(max(k, self._longest(p, state)), k_max)
+            state.longest = k
             return Length(k - k // 4, k)
         probe = min(PROBE_DRAFTS, k_max)
         if probe and self._may_probe(state, probe):
@@ -182,6 +188,8 @@ class AdaptiveLength(DraftLength):
         state = self._requests.get(request.rid)
         if state is None or not state.drafting:  # a probe tests all its drafts
             return True
+        if state.probed and self._spare(state, request.drafted + 1) < 0:
+            return False
         prior = self._fleet.mean(INITIAL_AGREEMENT)
         survival = math.prod(self._confidence.of(margin, prior) for margin in request.margins)
         return survival * self.agreement(request.rid) >= state.gain * state.price
@@ -201,11 +209,15 @@ class AdaptiveLength(DraftLength):
         state = self._requests.get(request.rid)
         if state is None or not state.drafting:
             return 0
-        row = self._cost.marginal(Work(draft_rows=1))
-        whole = self._cost.fixed / batch + self._cost.marginal(Work.draft(request.view))
+        whole = state.price - state.row_price
+        state.probe_price = self._probe_price(request, batch)
+        most = min(request.found, state.longest - request.drafted - 1)
+        if state.probe_price > 0:
+            most = min(most, int(self._spare(state, request.drafted + 1) / state.probe_price))
         p, chance, count = self._found.of(request.match, INITIAL_FOUND), 1.0, 0
-        while count < request.found and chance * p * whole > row:
+        while count < most and chance * p * whole > state.probe_price:
             chance, count = chance * p, count + 1
+        state.probed += count
         return count
 
     def found(self, match: int, tokens: int, agreed: int) -> None:
@@ -221,6 +233,7 @@ class AdaptiveLength(DraftLength):
         drafted: int,
         accepted: int,
         margins: Sequence[float] = (),
+        passes: int | None = None,
         taken: bool = False,
     ) -> None:
         state = self._requests.get(rid)
@@ -233,8 +246,11 @@ class AdaptiveLength(DraftLength):
         self._fleet.record(drafted, accepted)
         self._confidence.record(margins, accepted)
         own = max(drafted - state.overdue, 0)
-        self._pay(state, 1.0 + own * state.price, accepted + 1)
-        state.overdue = 0
+        passes = drafted if passes is None else passes
+        spent = max(passes - state.overdue, 0) * (state.price - state.row_price)
+        spent += own * state.row_price + state.probed * state.probe_price
+        self._pay(state, 1.0 + spent, accepted + 1)
+        state.overdue = state.probed = 0
         if not state.drafting:
             state.probe_held = 0 < own <= accepted == drafted
             self._probe_savings = min(self._probe_savings + PROBE_SHARE, MAX_CREDIT)
@@ -267,11 +283,21 @@ class AdaptiveLength(DraftLength):
         draft = share + self._cost.marginal(Work.draft(request.view))
         return row / (share + plain), (draft + row) / (share + plain)
 
+    def _probe_price(self, request: DraftState, batch: int) -> float:
+        """Time of one more row of a draft pass, in plain steps."""
+        plain = self._cost.fixed / batch + self._cost.marginal(Work.verify(1, request.context))
+        return self._cost.marginal(Work(draft_rows=1)) / plain
+
     def _affordable(self, state: _Request, price: float) -> int:
         """Drafts whose loss the request's credit covers, should all be rejected."""
         if price <= 0:
             return self._k_max
         return max(int((state.credit + LOSS_SHARE) / price), 0)
+
+    def _spare(self, state: _Request, drafts: int) -> float:
+        """Credit that a round of so many drafts leaves, should they all be rejected."""
+        spent = drafts * state.price + state.probed * state.probe_price
+        return state.credit + LOSS_SHARE - spent
 
     def _pay(self, state: _Request, spent: float, tokens: int) -> None:
         state.credit = min(state.credit + (1.0 + LOSS_SHARE) * tokens - spent, MAX_CREDIT)

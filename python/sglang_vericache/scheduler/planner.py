@@ -35,6 +35,8 @@ class Planner:
         self._link_load = LinkLoad()
         self._loads: dict[Hashable, float] = {}
         self._known: set[Hashable] = set()
+        # Those whose round might have begun with tokens found.
+        self._asked: set[Hashable] = set()
         self.iteration_seconds = 0.0
         """Mean time of an iteration; 0 before the first."""
         self._early: list[Hashable] = []
@@ -87,6 +89,7 @@ class Planner:
 
         To be asked before ``plan``, which has a request with drafts and no booking verify.
         """
+        self._asked.add(request.rid)
         return self._length.takes(request, batch)
 
     def probes(self, request: DraftState, batch: int) -> int:
@@ -108,12 +111,19 @@ class Planner:
         drafted: int,
         accepted: int,
         margins: Sequence[float] = (),
+        passes: int | None = None,
         taken: bool = False,
     ) -> None:
-        """Report the verdict on a request that verified, including those without drafts."""
-        self._length.settle(rid, drafted, accepted, margins, taken)
+        """Report the verdict on a request that verified, including those without drafts.
+
+        Args:
+            margins: of the drafts, as in ``DraftState``.
+            passes: that drafted them; None: one each.
+            taken: whether they were not drafted but found.
+        """
+        self._length.settle(rid, drafted, accepted, margins, passes, taken)
         if rid in self._loads and drafted > 0:
-            self._link_load.settle(drafted)
+            self._link_load.settle(drafted if passes is None else passes)
 
     def observe(self, seconds: float) -> None:
         """Report how long the iteration planned last took, prefill excluded."""
@@ -183,10 +193,11 @@ class Planner:
         return Action.DRAFT
 
     def _forget_all_but(self, running: set[Hashable]) -> None:
-        for rid in self._known - running:
+        for rid in (self._known | self._asked) - running:
             self._wheel.leave(rid)
             self._length.forget(rid)
         self._known &= running
+        self._asked &= running
 
 
 def _work(request: DraftState, action: Action) -> Work:

@@ -15,8 +15,9 @@ import numpy as np
 
 # Tokens that must agree for a place to be considered.
 ORDER = 3
-# Earlier places of the same tokens that are compared, the latest first.
-CANDIDATES = 8
+# Earlier places of the same tokens that are compared, the latest first; with those that only have
+# the same hash.
+CANDIDATES, STEPS = 8, 32
 # Agreeing tokens beyond this many tell no more.
 LONGEST = 32
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
@@ -40,8 +41,8 @@ NOTHING = Found([], 0)
 class Lookup:
     """All tokens of a request, searchable by their last few.
 
-    Twelve bytes a token and a hash table of as many entries; to find a proposal takes some ten
-    microseconds whatever the length.
+    Eight bytes a token and a hash table of two to four entries a token; to find a proposal takes
+    some ten microseconds whatever the length.
 
     Args:
         tokens: its prompt.
@@ -51,12 +52,6 @@ class Lookup:
         self._tokens = array("i", tokens)
         # Generated tokens among them that are there to stay.
         self._sure = 0
-        size = 1 << max(len(tokens) - 1, 255).bit_length()
-        self._mask = size - 1
-        # A place is where ORDER tokens end. The latest place of each hash, and by place the one
-        # before it; 0 is none.
-        self._latest = np.zeros(size, dtype=np.int32)
-        self._earlier = array("i", bytes(4 * (len(tokens) + 1)))
         self._index_all()
 
     def __len__(self) -> int:
@@ -76,6 +71,8 @@ class Lookup:
         for token in new[same:]:
             self._append(token)
         self._sure = len(output)
+        if len(self._tokens) > len(self._latest):
+            self._index_all()
 
     def _append(self, token: int) -> None:
         self._tokens.append(token)
@@ -104,7 +101,9 @@ class Lookup:
         """
         tokens, best, start = self._tokens, 0, 0
         place, left = self._earlier[len(tokens)], CANDIDATES
-        while place and left and best < LONGEST:
+        for _ in range(STEPS):
+            if not (place and left and best < LONGEST):
+                break
             match = self._match(place)
             left -= match >= ORDER  # others have the same hash only
             if match > best:
@@ -128,6 +127,12 @@ class Lookup:
 
     def _index_all(self) -> None:
         """``_append`` for all tokens at once."""
+        size = 1 << (2 * max(len(self._tokens), 128) - 1).bit_length()
+        self._mask = size - 1
+        # A place is where ORDER tokens end. The latest place of each hash, and by place the one
+        # before it; 0 is none.
+        self._latest = np.zeros(size, dtype=np.int32)
+        self._earlier = array("i", bytes(4 * (len(self._tokens) + 1)))
         ids = np.array(self._tokens, dtype=np.int64)
         count = len(ids) - ORDER + 1
         if count < 1:

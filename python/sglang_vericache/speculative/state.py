@@ -43,6 +43,7 @@ class RequestState:
             and how many of those were accepted.
         drafts: tokens drafted since the last verify pass.
         margins: of those drafts, in logits; empty with a fixed draft length.
+        passes: that drafted them.
         drafted: tokens drafted in all finished rounds, those before a retraction included.
         proposals: what somebody else expects to follow the committed tokens; drafts of the next
             round.
@@ -72,6 +73,7 @@ class RequestState:
     view_accepted: int = 0
     drafts: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    passes: int = 0
     drafted: int = 0
     proposals: list[int] = field(default_factory=list)
     lookup: Lookup | None = None

@@ -81,10 +81,12 @@ class Tiers:
         Under pressure residents leave; once there is room again one request at a time comes back.
         """
         self._growth = len(states) * (self._config.reserved_draft_len + 1)
-        self._leaving.clear()
+        # Those told to leave during a round that goes on without drafting.
+        self._leaving &= {state.serial for state in states if not state.has_view}
         waits = self.staging.waited > 0 and self.staging.waited % PATIENCE == 0
         for state in states:
-            between_rounds = state.has_view and state.view_length and not state.drafts
+            drafting = state.drafts and not state.took_found
+            between_rounds = state.has_view and state.view_length and not drafting
             if not between_rounds:
                 continue
             if state.req in self._cache.holdings:
@@ -99,6 +101,12 @@ class Tiers:
                 self._leaving.add(state.serial)
                 state.has_view = False
                 waits = False
+
+    def should_leave(self, state: RequestState) -> bool:
+        """Whether a request on the device should leave it as soon as it has a view."""
+        if state.has_view or state.req in self._cache.holdings or not self._may_leave(state):
+            return False
+        return self._wants(state)
 
     def usage(self) -> dict[str, int]:
         """See ``TieredCache.usage``."""

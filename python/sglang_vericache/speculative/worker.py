@@ -179,10 +179,9 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _look_up(self, state: RequestState, told: DraftState, limit: int, batch: int) -> DraftState:
         """Begin a round with tokens found in the request's own text, if that is best."""
-        # One that has yet to leave the device for a copy should not stay because of this; one whose
-        # KV must be copied first has time to draft.
-        staying = self.tiers is None or state.has_view or told.limit == 0
-        if state.drafts or told.load or not staying:
+        # One that is to leave the device drafts first, and so leaves; one whose KV must be copied
+        # has time to draft.
+        if state.drafts or told.load or (self.tiers is not None and self.tiers.should_leave(state)):
             return told
         found = state.found = state.look_up(self.config.max_draft_len, limit)
         told = replace(told, found=len(found.tokens), match=found.match)
@@ -195,10 +194,6 @@ class VeriCacheWorker(BaseSpecWorker):
     def _add_probes(self, state: RequestState, told: DraftState, limit: int, batch: int) -> None:
         """Have the draft pass check tokens that may follow, so that it drafts several at once."""
         most = told.limit - told.drafted - 1
-        import os
-
-        if os.environ.get("VC_NOPROBE"):
-            return
         if most <= 0 or state.req.grammar is not None or state.proposals:
             return
         found = state.look_up(most, limit)
@@ -250,6 +245,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 continue
             if accepted == 0:
                 state.drafts += run
+                state.passes += 1
                 state.margins += margins.get(i, [])[: len(run)]
                 self.counters.probed += len(state.probes)
                 self.counters.probed_agreed += len(run) - 1
@@ -313,9 +309,11 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _end_round(self, state: RequestState, drafted: int, accepted: int) -> None:
         """Count a verify pass; forget a view that has grown stale."""
-        self.planner.settle(state.serial, drafted, accepted, state.margins, state.took_found)
+        self.planner.settle(
+            state.serial, drafted, accepted, state.margins, state.passes, state.took_found
+        )
         self.counters.record_verify(drafted, accepted)
-        state.drafts, state.margins = [], []
+        state.drafts, state.margins, state.passes = [], [], 0
         if drafted == 0:
             return
         state.drafted += drafted
@@ -324,6 +322,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self.counters.looked_up += drafted
             self.counters.looked_up_accepted += accepted
             state.took_found = False
+            if self._has_outgrown_view(state):
+                state.has_view = False
             return
         state.rounds += 1
         state.view_drafted += drafted
@@ -331,9 +331,12 @@ class VeriCacheWorker(BaseSpecWorker):
         if self._is_stale(state):
             state.has_view = False  # chosen anew before the next draft
 
+    def _has_outgrown_view(self, state: RequestState) -> bool:
+        return state.committed - state.chosen_at > max(state.view_kept, MIN_TAIL)
+
     def _is_stale(self, state: RequestState) -> bool:
         """Whether a view should be chosen anew: it drafts poorly, or its tail has outgrown it."""
-        if state.committed - state.chosen_at > max(state.view_kept, MIN_TAIL):
+        if self._has_outgrown_view(state):
             return True
         if not state.dropper.refreshable or self.config.refresh == 0:
             return False
