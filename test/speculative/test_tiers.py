@@ -24,6 +24,10 @@ class Tree:
     def __init__(self, slots):
         self.slots, self.holdings, self.stuck, self.refused = slots, {}, set(), False
         self.finished_copies, self.started, self.left, self.queued = 0, 0, {}, []
+        self.loaded_share = 1.0
+        self.token_to_kv_pool_allocator = SimpleNamespace(
+            size=100 * SIZE, available_size=lambda: 90 * SIZE
+        )
 
     def is_offloaded(self, req):
         return req in self.holdings and not self.holdings[req].staged
@@ -63,6 +67,12 @@ class Tree:
         return sum(self.stage(req) or 0 for req in reqs)
 
     def can_offload(self, req):
+        return True
+
+    def evictable_size(self):
+        return 0
+
+    def host_has_room(self, tokens):
         return True
 
 
@@ -197,3 +207,25 @@ def test_who_finds_no_room_drafts_on(setup):
     staging, _, states = setup(2, SIZE)
     actions, *_ = staging.arrange(states, [VERIFY, VERIFY], (), {1})
     assert actions == [VERIFY, DRAFT]
+
+
+@pytest.mark.parametrize("has_view", [True, False])
+def test_a_resident_that_only_looks_up_makes_room_for_who_waits(setup, has_view):
+    """Its drafts are never its own, so it is never between two rounds."""
+    _, tree, (waiting, resident) = setup(2, SIZE - 1)
+    config = VeriCacheConfig(tier="auto", staging="copy")
+    tiers = Tiers(tree, None, config, Planner.adaptive(8), Counters())
+    del tree.holdings[resident.req]
+    resident.has_view, resident.took_found, waiting.took_found = has_view, True, False
+    for _ in range(PATIENCE):
+        assert not tiers.should_leave(resident), "the device is nearly empty"
+        tiers.recall_views([waiting, resident])
+        tiers.staging.arrange([waiting, resident], [VERIFY, VERIFY], ())
+    tiers.recall_views([waiting, resident])
+    assert not resident.has_view, "it chooses one, and leaves"
+    tiers.staging.waited = 0
+    for _ in range(PATIENCE - 1):  # this round still has to be verified
+        assert tiers.should_leave(resident)
+        tiers.recall_views([resident])
+    tiers.recall_views([resident])
+    assert not tiers.should_leave(resident), "it did not draft"

@@ -123,7 +123,7 @@ def merged(each: Sequence[Sequence[Way]], device: torch.device | str) -> list[Wa
 
 def whole(host: Tensor, target: Tensor, layers: int) -> list[Way]:
     """Ways of tokens of which nothing is left out."""
-    return [Way(host, target)] * layers
+    return [Way(host.to(target.device), target)] * layers
 
 
 def copy_held(pool: Any, ways: Sequence[Way]) -> None:

@@ -213,7 +213,8 @@ class AdaptiveLength(DraftLength):
         state.probe_price = self._probe_price(request, batch)
         most = min(request.found, state.longest - request.drafted - 1)
         if state.probe_price > 0:
-            most = min(most, int(self._spare(state, request.drafted + 1) / state.probe_price))
+            price = state.probe_price + state.row_price  # should it agree, and yet be rejected
+            most = min(most, int(self._spare(state, request.drafted + 1) / price))
         p, chance, count = self._found.of(request.match, INITIAL_FOUND), 1.0, 0
         while count < most and chance * p * whole > state.probe_price:
             chance, count = chance * p, count + 1

@@ -122,7 +122,7 @@ class Planner:
             taken: whether they were not drafted but found.
         """
         self._length.settle(rid, drafted, accepted, margins, passes, taken)
-        if rid in self._loads and drafted > 0:
+        if rid in self._loads and drafted > 0 and not taken:
             self._link_load.settle(drafted if passes is None else passes)
 
     def observe(self, seconds: float) -> None:

@@ -47,8 +47,9 @@ class Tiers:
     ) -> None:
         self._cache, self._chooser, self._config = cache, chooser, config
         self._planner, self._counters = planner, counters
-        # Residents that leave before their next round.
-        self._leaving: set[Hashable] = set()
+        # Residents that are to leave before their next round, and for how many iterations that
+        # holds: one that turns out not to draft stays.
+        self._leaving: dict[Hashable, int] = {}
         # Slots that running requests may take in one iteration.
         self._growth = 0
         cache.gives_back = self._gives_back
@@ -64,7 +65,7 @@ class Tiers:
             return
         self._cache.await_copy(state.req)  # one may have begun ahead
         offloads = self._wants(state)
-        self._leaving.discard(state.serial)
+        self._leaving.pop(state.serial, None)
         self._counters.returns += state.req in self._cache.holdings and not offloads
         self._cache.keep(state.req)  # the copy of its last view is not read any more
         if offloads:
@@ -81,11 +82,14 @@ class Tiers:
         Under pressure residents leave; once there is room again one request at a time comes back.
         """
         self._growth = len(states) * (self._config.reserved_draft_len + 1)
-        # Those told to leave during a round that goes on without drafting.
-        self._leaving &= {state.serial for state in states if not state.has_view}
+        self._leaving = {serial: left - 1 for serial, left in self._leaving.items() if left > 1}
         waits = self.staging.waited > 0 and self.staging.waited % PATIENCE == 0
         for state in states:
             drafting = state.drafts and not state.took_found
+            if waits and not state.has_view and self._may_go(state):
+                self._leaving[state.serial] = PATIENCE  # as soon as it has chosen a view
+                waits = False
+                continue
             between_rounds = state.has_view and state.view_length and not drafting
             if not between_rounds:
                 continue
@@ -94,11 +98,11 @@ class Tiers:
                     state.has_view = False
                     return
                 continue
-            if not self._may_leave(state) or not self._cache.host_has_room(state.committed):
+            if not self._may_go(state):
                 continue
             if waits or self._should_leave(state.committed):
                 self._planner.leaves(state.serial, self.staging.copied(state.committed))
-                self._leaving.add(state.serial)
+                self._leaving[state.serial] = PATIENCE
                 state.has_view = False
                 waits = False
 
@@ -131,6 +135,12 @@ class Tiers:
         config, gated = self._config, state.barred or (state.has_view and not state.view_length)
         gated |= config.draft_len is None and state.committed < config.min_context
         return not gated and self._can_leave(state) and _gives_room(state.dropper)
+
+    def _may_go(self, state: RequestState) -> bool:
+        """Whether a resident can leave now."""
+        if state.req in self._cache.holdings or not self._may_leave(state):
+            return False
+        return self._cache.host_has_room(state.committed)
 
     def _can_leave(self, state: RequestState) -> bool:
         """Whether a request drafts, and the tree may own its KV."""
