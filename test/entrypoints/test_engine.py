@@ -52,6 +52,7 @@ def test_engine_with_vericache(tmp_path):
     assert "'enabeld'" in refused["error"]
 
 
+@pytest.mark.long
 def test_stock_engine_is_left_alone(tmp_path):
     options = {
         "device": "cpu",

@@ -24,7 +24,6 @@ LONG = {
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: left to `make test-all`")
     config.addinivalue_line("markers", "server(spec): the ServerSpec that fixture `server` runs")
 
 

@@ -99,7 +99,7 @@ def test_a_pool_smaller_than_one_request(compressor, server, off, make_corpus):
 @pytest.mark.server(TIERED_RETRACTING)
 def test_retraction_changes_nothing(server, off, make_corpus):
     """K14: offloaded requests are retracted again and again; big-pool answers are the reference."""
-    tokens = 60
+    tokens = 40
     prompts = [tuple(prompt) for prompt in make_corpus().prompts(6, 220)]
     options = [{"compressor": DROPPERS[i % 4], "draft_len": (2, 4, 16)[i % 3]} for i in range(6)]
     given = [Ask(prompt, tokens, options[i]) for i, prompt in enumerate(prompts)]

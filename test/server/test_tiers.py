@@ -226,6 +226,7 @@ def test_a_salt_holds_below_the_device(server, make_corpus):
     assert found["cached_tokens_details"]["host"] > 0
 
 
+@pytest.mark.long  # the only test of this server
 @pytest.mark.server(TIERED_TIGHT)
 def test_a_host_pool_of_one_request(server, off, make_corpus):
     """H4: whoever finds no room there stays on the device."""
