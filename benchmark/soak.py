@@ -105,6 +105,8 @@ def _arguments() -> argparse.Namespace:
     add("--cap", type=int, default=16_384, help="device slots for KV (default: 16384)")
     add("--host-ratio", type=float, default=3, help="host slots by device slots (default: 3)")
     add("--draft-len", type=int, default=12, help="most drafts of a round (default: 12)")
+    adaptive = "adaptive draft lengths and lookup, where --draft-len is the most"
+    add("--adaptive", action="store_true", help=adaptive)
     add("--dtype", default="bfloat16", help="default: bfloat16")
     add("--model-path", type=Path, help="default: the embedded model")
     add("--json", type=Path, metavar="FILE", help="also write the JSON line there")
@@ -114,7 +116,8 @@ def _arguments() -> argparse.Namespace:
 def _engine(args: argparse.Namespace, model: Path, store: str) -> Engine:
     flags = (
         *("--vericache-tier", args.tier, "--vericache-staging", args.staging),
-        *("--vericache-draft-len", str(args.draft_len)),
+        *("--vericache-draft-len", "auto" if args.adaptive else str(args.draft_len)),
+        *("--vericache-max-draft-len", str(args.draft_len)),
         *("--vericache-settings", json.dumps({"min_tokens": 16, "window": 16})),
         *("--max-total-tokens", str(args.cap), "--hicache-ratio", str(args.host_ratio)),
         *("--vericache-packed-tokens", str(args.cap // 4)),
