@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from server.pool import ServerPool
 
 PLAIN = {"enabled": False}
+# What a small model can answer in a few tokens.
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+}
 
 
 def plain(ask: Ask) -> Ask:

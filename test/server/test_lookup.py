@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from server.comparing import assert_identical
+from server.comparing import SCHEMA, assert_identical
 from server.harness import Ask
 from server.specs import ADAPTIVE, TIERED_AUTO
 
@@ -14,11 +14,6 @@ SERVERS = [
     pytest.param(dtype, id=dtype, marks=pytest.mark.server(spec))
     for dtype, spec in ADAPTIVE.items()
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
-    "required": ["name", "count"],
-}
 KINDS = {
     "greedy": {},
     "sampled": {"temperature": 0.5, "top_p": 0.9, "sampling_seed": 7},

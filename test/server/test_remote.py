@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from server.comparing import assert_identical
+from server.comparing import SCHEMA, assert_identical
 from server.harness import Ask
 from server.specs import REMOTE, REMOTE_PACKED
 from server.storing import ADMIN, PAGE, compute, flush, from_store
@@ -18,11 +18,6 @@ from server.storing import ADMIN, PAGE, compute, flush, from_store
 pytestmark = [pytest.mark.slow, pytest.mark.server(REMOTE)]
 
 CONTEXT = 40 * PAGE
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
-    "required": ["name", "count"],
-}
 KINDS = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 7},

@@ -265,18 +265,14 @@ class AdaptiveLength(DraftLength):
         state = self._requests.get(rid)
         return state.agreement.mean(prior) if state else prior
 
-    def price(self, request: DraftState, batch: int, copy_seconds: float = 0.0) -> float:
-        """Time of drafting and verifying one token, as a multiple of the request's plain step.
+    def _prices(
+        self, request: DraftState, batch: int, copy_seconds: float = 0.0
+    ) -> tuple[float, float]:
+        """Time of one more verify row, and of drafting and verifying one token, in plain steps.
 
         A plain step of a request whose full KV is on the host includes copying it, at the cost of
         others who need the link, so such a request drafts longer.
         """
-        return self._prices(request, batch, copy_seconds)[1]
-
-    def _prices(
-        self, request: DraftState, batch: int, copy_seconds: float = 0.0
-    ) -> tuple[float, float]:
-        """Time of one more verify row, and of a draft besides, in plain steps."""
         share = self._cost.fixed / batch
         plain = self._cost.marginal(Work.verify(1, request.context))
         row = self._cost.marginal(Work.verify(2, request.context)) - plain
