@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -108,6 +109,7 @@ class Server:
         Raises:
             ServerFailed: it ended or did not become healthy in time; it is stopped then.
         """
+        _end_in_order_on_sigterm()
         with self.log.open("wb") as log:
             self._process = self._spawn(log)
         try:
@@ -175,6 +177,17 @@ def _healthy(url: str) -> bool:
             return response.status == 200
     except (urllib.error.URLError, http.client.HTTPException, OSError):
         return False
+
+
+def _end_in_order_on_sigterm() -> None:
+    """Have SIGTERM end this process as an exception does, unless it means something else here.
+
+    A launcher that dies with its parent leaves SGLang's detokenizer behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _die_with_parent() -> None:

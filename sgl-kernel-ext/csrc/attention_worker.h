@@ -81,8 +81,15 @@ class Worker {
   // Slots of a split's keys and of some to fetch ahead: the first `elsewhere` of them in another
   // pool than the main one.
   struct SplitKeys {
-    int32_t slots[kSplit + kKeysAhead];
+    int32_t slots[kSplit + kPanel];
     int end, elsewhere, pool;
+  };
+
+  // The panel staged next: its rows are fetched while the one at hand is multiplied, a few at every
+  // step, so that memory does not rest meanwhile.
+  struct Next {
+    KvPool KvPools::* part;
+    int key, end, share;
   };
 
   // Writes the split's state of every query that sees any of it; returns the first of those.
@@ -98,18 +105,23 @@ class Worker {
     if (!list_keys(unit.list, begin, count, keys)) return unit.queries;
     for (int panel = 0; panel < count; panel += kPanel) {
       stage_panel(&KvPools::k, unit, keys, panel, std::min(kPanel, count - panel));
+      const bool last = panel + kPanel >= count;
+      Next next = last ? upcoming(&KvPools::v, unit, 0, count)
+                       : upcoming(&KvPools::k, unit, panel + kPanel, count);
       const int width = std::min(kTileCols, blocks - panel / kLanes);
       for (int h = 0; h < unit.heads; ++h) {
         Rows rows;
         locate_staged(unit, h, std::min(kPanel, count - panel), rows);
         for (int b = 0; b < width; ++b) {
           pack_k_block<T>(rows + b * kLanes, b, width, p_.head_dim, k_, convert_);
+          fetch_some(unit, keys, next);
         }
         const int64_t at = h * unit.queries;
         for (int i = first; i < unit.queries; i += kTileRows) {
           gemm_rows<T>(
               std::min(kTileRows, unit.queries - i), q_ + (at + i) * depth_, depth_, k_, depth_,
               width, scores_ + (at + i) * kSplit + panel, kSplit);
+          fetch_some(unit, keys, next);
         }
       }
     }
@@ -124,8 +136,12 @@ class Worker {
     for (int panel = 0; panel < count; panel += kPanel) {
       const int width = std::min(kPanel, count - panel);
       stage_panel(&KvPools::v, unit, keys, panel, width);
+      const bool last = panel + kPanel >= count;
+      Next next = last ? upcoming(&KvPools::k, unit, count, keys.end)
+                       : upcoming(&KvPools::v, unit, panel + kPanel, count);
+      const auto fetch = [&] { fetch_some(unit, keys, next); };
       for (int h = 0; h < unit.heads; ++h) {
-        add_values(unit, h, first, panel, width, seen, states);
+        add_values(unit, h, first, panel, width, seen, states, fetch);
       }
     }
     return first;
@@ -133,7 +149,7 @@ class Worker {
 
   // Lists `count` keys from `begin` on and those to fetch ahead; false if a slot is out of range.
   bool list_keys(const KvList& list, int begin, int count, SplitKeys& keys) const {
-    keys.end = count + std::min(kKeysAhead, fetch_end_ - begin - count);
+    keys.end = count + std::min(kPanel, fetch_end_ - begin - count);
     keys.pool = list.view_pool;
     keys.elsewhere = keys.pool == 0 ? 0 : list.in_view(begin, keys.end);
     list.copy(begin, keys.end, keys.slots);
@@ -163,9 +179,16 @@ class Worker {
   }
 
   // Adds probabilities times values of a staged panel to the states of one KV head.
-  template <class Seen>
+  template <class Seen, class Fetch>
   void add_values(
-      const Unit& unit, int h, int first, int panel, int keys, const Seen& seen, float* states) {
+      const Unit& unit,
+      int h,
+      int first,
+      int panel,
+      int keys,
+      const Seen& seen,
+      float* states,
+      const Fetch& fetch_some) {
     Rows rows;
     locate_staged(unit, h, keys, rows);
     const auto seen_here = [&](int i) { return std::clamp(seen(i) - panel, 0, keys); };
@@ -177,6 +200,7 @@ class Worker {
     const auto pack = [&](const Rows& from) {
       for (int b = 0; b < width; ++b) {
         pack_v_block<T>(from + b * kLanes, b, depth, p_.head_dim, v_);
+        fetch_some();
       }
     };
     if (!row_by_row) pack(rows);
@@ -192,6 +216,32 @@ class Worker {
       gemm_rows<T>(
           std::min(step, unit.queries - i), probs_ + at * kProbs + panel / kPair, kProbs, v_, depth,
           vecs_, states + at * state_size_ + kStateHeader, state_size_, panel > 0);
+      fetch_some();
+    }
+  }
+
+  // Keys `begin` to `end` of a split, or as many as a panel holds, to be fetched during the steps
+  // of the panel before.
+  Next upcoming(KvPool KvPools::* part, const Unit& unit, int begin, int end) const {
+    const int steps = unit.heads * (kTileCols + ceil_div(unit.queries, kTileRows));
+    return {part, begin, std::min(begin + kPanel, end), ceil_div(kPanel, steps)};
+  }
+
+  void fetch_some(const Unit& unit, const SplitKeys& keys, Next& next) const {
+    const int end = std::min(next.end, next.key + next.share);
+    for (; next.key < end; ++next.key) {
+      const KvPool& pool = p_.pools[next.key < keys.elsewhere ? keys.pool : 0].*next.part;
+      if (pool.codec.bits > 0) continue;  // unpacking takes longer than reading
+      const uint8_t* row =
+          pool.base + keys.slots[next.key] * pool.slot_stride + unit.first_head * pool.head_stride;
+      const int64_t bytes = p_.head_dim * sizeof(T);
+      if (pool.head_stride == bytes) {
+        for (int64_t at = 0; at < unit.heads * bytes; at += 64) fetch_line_l2(row + at);
+      } else {
+        for (int h = 0; h < unit.heads; ++h, row += pool.head_stride) {
+          for (int64_t at = 0; at < bytes; at += 64) fetch_line_l2(row + at);
+        }
+      }
     }
   }
 

@@ -53,14 +53,21 @@ def _spec(item):
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(request):
     """The session's server processes; they end with it, SIGTERM included."""
-    pool = ServerPool()
+    pool = ServerPool(_order(request.session.items))
     previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))
     yield pool
     pool.close()
     shutil.rmtree(STORE_DIRECTORY, ignore_errors=True)
     signal.signal(signal.SIGTERM, previous)
+
+
+def _order(items):
+    """The servers of ``items`` as they are asked for: a test's own, its dtype's reference."""
+    for spec in filter(None, map(_spec, items)):
+        yield spec
+        yield OFF["float32" if _is_float32(spec) else "bfloat16"]
 
 
 @pytest.fixture

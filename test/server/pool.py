@@ -1,32 +1,47 @@
-"""A session's server processes: started when needed, few alive at a time."""
+"""A session's server processes: few alive at a time, the next one started ahead."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from server.harness import LiveServer, ServerSpec
 from servers import ServerFailed
 
-# How many servers may be alive: the one tested, and references of comparisons.
+# How many servers may be alive: the one tested, references of comparisons, the next one.
 LIMIT = "VERICACHE_TEST_SERVERS"
 # Variables for every server, as "NAME=VALUE NAME=VALUE", e.g. SGLang's fault injectors.
 EXTRA_ENV = "VERICACHE_TEST_SERVER_ENV"
 # An idle server has nothing to finish; SGLang's own orderly end takes 15 s.
 GRACE_SECONDS = 1.0
+# So many servers start before a test asks for them.
+AHEAD = 2
 
 
 class ServerPool:
-    """Servers by specification; the least recently used one is stopped to make room."""
+    """Servers by specification; to make room, one is stopped that no test asks for any more.
 
-    def __init__(self) -> None:
-        self.limit = int(os.environ.get(LIMIT, "3"))
+    A third of a session would be starts, most of them imports on one core: while a server is
+    tested, the next ones start.
+
+    Args:
+        order: specifications in the order in which tests ask for them.
+    """
+
+    def __init__(self, order: Iterable[ServerSpec] = ()) -> None:
+        self.limit = int(os.environ.get(LIMIT, "5"))
         if self.limit < 1:
             raise ValueError(f"{LIMIT} must be at least 1, not {self.limit}")
         words = os.environ.get(EXTRA_ENV, "").split()
         self._env = dict(word.split("=", 1) for word in words)
-        self._alive: OrderedDict[ServerSpec, LiveServer] = OrderedDict()
+        self._ahead = list(dict.fromkeys(order))
+        # Started or starting, least recently used first.
+        self._alive: OrderedDict[ServerSpec, Future[LiveServer]] = OrderedDict()
         self._failed: dict[ServerSpec, ServerFailed] = {}
+        # One thread for the whole session: a server ends with the thread that started it.
+        self._starter = ThreadPoolExecutor(1)
 
     def get(self, spec: ServerSpec) -> LiveServer:
         """The server of ``spec``, started if it is not alive.
@@ -36,26 +51,47 @@ class ServerPool:
         """
         if spec in self._failed:
             raise self._failed[spec]
-        if spec in self._alive and not self._alive[spec].is_alive():
+        if spec in self._alive and _died(self._alive[spec]):
             self.stop(spec)  # the test it died in has failed; the others need not
-        if spec not in self._alive:
-            while len(self._alive) >= self.limit:
-                self.stop(next(iter(self._alive)))
-            try:
-                self._alive[spec] = spec.start(self._env)
-            except ServerFailed as failed:
-                self._failed[spec] = failed
-                raise
+        if spec in self._ahead:  # tests of those before it are over
+            self._ahead = self._ahead[self._ahead.index(spec) + 1 :]
+        self._start(spec)
         self._alive.move_to_end(spec)
-        return self._alive[spec]
+        try:
+            server = self._alive[spec].result()
+        except ServerFailed as failed:
+            del self._alive[spec]
+            self._failed[spec] = failed
+            raise
+        if self.limit > AHEAD + 2:
+            for following in self._ahead[:AHEAD]:
+                if following not in self._failed:
+                    self._start(following)
+        return server
 
     def stop(self, spec: ServerSpec) -> None:
         """End a server and everything it spawned."""
-        process = self._alive.pop(spec).process
-        process.stop(GRACE_SECONDS)
-        process.log.unlink(missing_ok=True)
+        starting = self._alive.pop(spec)
+        if starting.exception() is None:
+            process = starting.result().process
+            process.stop(GRACE_SECONDS)
+            process.log.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End all servers."""
         while self._alive:
             self.stop(next(iter(self._alive)))
+        self._starter.shutdown()
+
+    def _start(self, spec: ServerSpec) -> None:
+        if spec in self._alive:
+            return
+        while len(self._alive) >= self.limit:
+            self.stop(next(old for old in self._alive if old not in self._ahead))
+        self._alive[spec] = self._starter.submit(spec.start, self._env)
+
+
+def _died(starting: Future[LiveServer]) -> bool:
+    if not starting.done() or starting.exception() is not None:
+        return False  # whoever asks for it learns why
+    return not starting.result().is_alive()
