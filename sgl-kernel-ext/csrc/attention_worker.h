@@ -7,7 +7,7 @@
 
 namespace sgl_ext {
 
-// Keys to fetch ahead of the ones being read.
+// Packed keys to fetch ahead of the ones being unpacked.
 constexpr int kKeysAhead = 8;
 
 template <class T>
@@ -40,6 +40,7 @@ class Worker {
 
   void run(const Item& item) {
     Unit& unit = p_.units[item.unit];
+    first_split_ = item.split_begin;
     fetch_end_ = std::min(item.split_end * kSplit, p_.visible(unit, unit.queries - 1));
     for (int h = 0; h < unit.heads; ++h) {
       for (int i = 0; i < unit.queries; ++i) {
@@ -103,6 +104,10 @@ class Worker {
 
     SplitKeys keys;
     if (!list_keys(unit.list, begin, count, keys)) return unit.queries;
+    if (split == first_split_) {  // there was no panel before
+      Next now{&KvPools::k, 0, std::min(kPanel, count), kPanel};
+      fetch_some(unit, keys, now);
+    }
     for (int panel = 0; panel < count; panel += kPanel) {
       stage_panel(&KvPools::k, unit, keys, panel, std::min(kPanel, count - panel));
       const bool last = panel + kPanel >= count;
@@ -245,9 +250,8 @@ class Worker {
     }
   }
 
-  // Copies the rows of `count` slots, those of the unit's heads side by side, while it fetches rows
-  // further on in `slots` (of length `end`): reading memory in order keeps it at full speed.
-  // What is packed is unpacked. Returns where the copies end.
+  // Copies the rows of `count` slots, those of the unit's heads side by side: reading memory in order
+  // keeps it at full speed. What is packed is unpacked. Returns where the copies end.
   uint8_t* stage(
       const KvPool& pool,
       const Unit& unit,
@@ -267,15 +271,11 @@ class Worker {
     const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
     for (int i = 0; i < count; ++i) {
       const uint8_t* row = base + slots[i] * pool.slot_stride;
-      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
       for (int span = 0; span < spans; ++span) {
         int64_t at = 0;
-        for (; at + 64 <= bytes; at += 64) {
-          fetch_line(later + at);
-          std::memcpy(out + at, row + at, 64);
-        }
+        for (; at + 64 <= bytes; at += 64) std::memcpy(out + at, row + at, 64);
         std::memcpy(out + at, row + at, bytes - at);
-        row += pool.head_stride, later += pool.head_stride, out += bytes;
+        row += pool.head_stride, out += bytes;
       }
     }
     return out;
@@ -345,7 +345,7 @@ class Worker {
   const int64_t depth_;
   const int vecs_;
   const int64_t state_size_;
-  int fetch_end_;
+  int first_split_, fetch_end_;
   uint32_t *q_, *k_, *v_, *probs_;
   float *convert_, *scores_, *state_, *partial_;
   uint8_t* stage_;

@@ -72,7 +72,7 @@ class ServerPool:
     def stop(self, spec: ServerSpec) -> None:
         """End a server and everything it spawned."""
         starting = self._alive.pop(spec)
-        if starting.exception() is None:
+        if not starting.cancel() and starting.exception() is None:
             process = starting.result().process
             process.stop(GRACE_SECONDS)
             process.log.unlink(missing_ok=True)
