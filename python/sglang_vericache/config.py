@@ -126,7 +126,7 @@ class VeriCacheConfig:
         try:
             create(self.compressor, self.compressor_settings)
         except ValueError as error:
-            flag = "ratio" if "ratio" in str(error) else "compressor"
+            flag = "ratio" if str(error).startswith("ratio") else "compressor"
             raise ValueError(f"--vericache-{flag}: {error}") from None
 
     @property

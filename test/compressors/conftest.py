@@ -39,3 +39,8 @@ def make_context(
 @pytest.fixture
 def context() -> MakeContext:
     return make_context
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

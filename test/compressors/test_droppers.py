@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from sglang_vericache import compressors
-from sglang_vericache.compressors import Settings
+from sglang_vericache.compressors import Rotary, Settings
+from sglang_vericache.compressors.expected_attention import ExpectedAttention
+from sglang_vericache.compressors.h2o import H2O
+from sglang_vericache.compressors.lagkv import LagKV
+from sglang_vericache.compressors.quest import Quest
 from sglang_vericache.core import Budget
 
 WINDOW, TOKENS = 8, 40
 SETTINGS = Settings(ratio=0.25, min_tokens=TOKENS, window=WINDOW)
 LENGTHS = [0, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, TOKENS - 1, TOKENS, TOKENS + 1, 400]
 METHODS = [*compressors.names(), "snapkv+int4", "snapkv-per-head+int8"]
+CONTROLS = ["identity", "int4", "int8", "random-kv", "streaming"]
 
 
 def compress(context, name, length, settings=SETTINGS, **shape):
@@ -27,14 +32,18 @@ def compress(context, name, length, settings=SETTINGS, **shape):
 def test_view_is_valid_at_every_length(context, name, length):
     view = compress(context, name, length)
     view.check_integrity()
-    heads = 2 if compressors.create(name, SETTINGS).per_head else 1
+    dropper, tokens = compressors.create(name, SETTINGS), SETTINGS.budget.tokens(length)
+    heads = 2 if dropper.per_head else 1
     assert view.length == length
     assert [p.shape[0] for p in view.layers] == [heads, heads]
     assert all(p.dtype == torch.int32 for p in view.layers)
-    if length <= TOKENS or not compressors.create(name, SETTINGS).drops:
+    if length <= TOKENS or not dropper.drops:
         assert view.is_full
+    elif isinstance(dropper, Quest):
+        assert view.kept == (dropper.count(context(length), SETTINGS.budget),) * 2
+        assert tokens - dropper.page < view.kept[0] <= tokens
     else:
-        assert view.kept == (SETTINGS.budget.tokens(length),) * 2
+        assert view.kept == (tokens, tokens)
 
 
 @pytest.mark.parametrize("shape", [{"heads": 2, "kv_heads": 2}, {"heads": 8, "kv_heads": 1}])
@@ -64,7 +73,7 @@ def test_inputs_are_not_changed(context, name):
 @pytest.mark.parametrize("name", METHODS)
 def test_refresh_from_few_verify_rows(context, name, rows):
     dropper = compressors.create(name, SETTINGS)
-    ctx = context(400)
+    ctx = context(2000)
     prompt = compressors.compress(dropper, [ctx], SETTINGS.budget)
     verify = replace(ctx, queries=torch.randn(rows, 6, 16))
     refreshed = compressors.compress(dropper, [verify], SETTINGS.budget)
@@ -125,6 +134,177 @@ def test_per_head_lists_follow_their_own_queries(context):
     first, second = (set(head) for head in kept.tolist())
     assert 100 in first and 200 not in first
     assert 200 in second and 100 not in second
+
+
+def kept_at(dropper, ctx, count):
+    """Sets of kept positions, one a list."""
+    (kept,) = compressors.compress(dropper, [ctx], Budget(count / ctx.length)).layers
+    return [set(head) for head in kept.tolist()]
+
+
+def with_keys(ctx, keys):
+    return replace(ctx, gather_keys=lambda: keys)
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in CONTROLS])
+def test_the_ends_are_kept(context, name):
+    dropper = compressors.create(name, SETTINGS)
+    ctx = context(400, rows=64)
+    ends = {*range(4), *range(400 - WINDOW, 400)}
+    assert all(ends <= kept for kept in kept_at(dropper, ctx, 100))
+    scores = dropper.score(ctx)
+    bare = [set(row.tolist()) for row in compressors.keep_best(scores, 100)]
+    assert isinstance(dropper, Quest) or not all(ends <= kept for kept in bare)
+
+
+def test_knorm_keeps_small_keys_of_each_head(context):
+    ctx = context(400)
+    keys = ctx.keys().clone()
+    keys[100, 0] /= 10
+    keys[200, 1] /= 10
+    keys[300] *= 10
+    first, second = kept_at(compressors.create("knorm", SETTINGS), with_keys(ctx, keys), 30)
+    assert 100 in first and 100 not in second
+    assert 200 in second and 200 not in first
+    assert 300 not in first | second
+
+
+def test_keydiff_keeps_what_points_elsewhere(context):
+    ctx = context(400)
+    common = torch.randn(2, 16)
+    keys = 0.2 * ctx.keys() + common
+    keys[100, 0] = -common[0]
+    keys[200] = 5 * common  # long, but of the usual direction
+    first, second = kept_at(compressors.create("keydiff", SETTINGS), with_keys(ctx, keys), 30)
+    assert 100 in first and 100 not in second
+    assert 200 not in first | second
+
+
+def test_tova_asks_the_latest_token_and_h2o_all_observed(context):
+    ctx = context(400, rows=64)
+    queries, keys = torch.zeros_like(ctx.queries), ctx.keys().clone()
+    queries[-1], queries[-60] = 10 * torch.eye(16)[:2, None]
+    keys[100], keys[200] = 5 * torch.eye(16)[:2, None]
+    planted = replace(with_keys(ctx, keys), queries=queries)
+    (tova,) = kept_at(compressors.create("tova", SETTINGS), planted, 30)
+    assert 100 in tova and 200 not in tova
+    assert all({100, 200} <= head for head in kept_at(H2O(), planted, 30))
+    assert all(200 not in head for head in kept_at(H2O(observed=59), planted, 30))
+
+
+def test_h2o_averages_over_the_queries_that_see_a_token(context):
+    ctx = context(20, rows=8, heads=2, kv_heads=2)
+    expected = torch.zeros(2, 20)
+    for head in range(2):
+        seen: list[list[float]] = [[] for _ in range(20)]
+        for i, query in enumerate(ctx.queries[:, head]):
+            keys = ctx.keys()[: 13 + i, head]
+            for t, share in enumerate((keys @ query / 4).softmax(dim=0).tolist()):
+                seen[t].append(share)
+        expected[head] = torch.tensor([sum(shares) / len(shares) for shares in seen])
+    torch.testing.assert_close(H2O().score(ctx), expected)
+
+
+def test_lagkv_keeps_what_the_next_chunk_is_unlike(context):
+    ctx = context(4 + 5 * 32 + 7)
+    keys = ctx.keys().clone()
+    keys[50, 0] *= torch.linspace(-20, 20, 16)
+    dropper = LagKV(sinks=4, window=0, recent=0, lag=32)
+    chunked = 4 + 32 + 7 + 4 * 8  # sinks, the last chunk, the rest, a quarter of four chunks
+    first, second = kept_at(dropper, with_keys(ctx, keys), chunked)
+    assert 50 in first
+    assert 50 not in kept_at(dropper, ctx, chunked)[0], "it would have been kept anyway"
+    for head in (first, second):
+        assert {*range(4), *range(4 + 4 * 32, ctx.length)} <= head
+        assert [sum(t in head for t in range(a, a + 32)) for a in range(4, 132, 32)] == [8] * 4
+
+
+def test_lagkv_survives_constant_channels_and_short_contexts(context):
+    ctx = context(200)
+    keys = ctx.keys().clone()
+    keys[..., 3] = 1.0
+    dropper = LagKV(sinks=4, window=0, recent=0, lag=32)
+    assert dropper.score(with_keys(ctx, keys)).isfinite().all()
+    assert kept_at(dropper, context(67), 20) == [{*range(4), *range(51, 67)}] * 2
+    assert kept_at(dropper, context(68), 64) != [{*range(4), *range(8, 68)}] * 2
+
+
+def turning(neox=True, width=16, scale=1.0):
+    angles = torch.arange(1000)[:, None] * 10.0 ** -torch.arange(0, 2, 4 / width)
+    return Rotary(scale * torch.cat((angles.cos(), angles.sin()), dim=-1), neox)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotary_undoes_what_it_does(neox):
+    rotary = turning(neox, width=8, scale=1.2)
+    x = torch.randn(3, 2, 16)
+    positions = torch.tensor([5, 0, 700])
+    rotated = torch.cat([rotary.average(x[i : i + 1], p[None]) for i, p in enumerate(positions)])
+    torch.testing.assert_close(rotary.undo(rotated, positions), x)
+    assert torch.equal(rotated[..., 8:], x[..., 8:]) and not torch.allclose(rotated, x, atol=0.1)
+    one, other = (0, 4) if neox else (0, 1)
+    angle = torch.atan2(rotated[0, 0, other], rotated[0, 0, one])
+    started = torch.atan2(x[0, 0, other], x[0, 0, one])
+    turned = torch.tensor((angle - started).item() - 5)
+    torch.testing.assert_close(turned.cos(), torch.tensor(1.0))
+    assert not torch.allclose(rotary.undo(rotated, positions + 1), x, atol=0.1)
+    both = rotary.average(x, torch.tensor([3, 9]))
+    apart = [rotary.average(x, torch.tensor([p])) for p in (3, 9)]
+    torch.testing.assert_close(both, (apart[0] + apart[1]) / 2)
+
+
+def test_expected_attention_is_that_of_random_future_queries(context):
+    """Draw many queries of the estimated distribution, turn them, attend, and average."""
+    rotary, ahead = turning(), 8
+    before = 0.5 * torch.randn(64, 2, 16) + torch.randn(2, 16)
+    ctx = context(80, rows=64, heads=2, kv_heads=1)
+    placed = torch.arange(16, 80)
+    queries = torch.cat([rotary.average(before[i : i + 1], placed[i : i + 1]) for i in range(64)])
+    ctx = replace(ctx, queries=queries, rotary=rotary)
+    torch.testing.assert_close(ctx.unrotated_queries(), before)
+    scores = ExpectedAttention(sinks=4, future=ahead).score(ctx)
+
+    keys, norms = ctx.keys()[4:, 0], ctx.values()[4:, 0].norm(dim=-1)
+    mean, spread = before.mean(dim=0), before - before.mean(dim=0)
+    expected = torch.zeros(76)
+    for head in range(2):
+        covariance = spread[:, head].T @ spread[:, head] / 64
+        drawn = torch.distributions.MultivariateNormal(mean[head], covariance).sample((50_000,))
+        turned = rotary.average(drawn[:, None], torch.arange(80, 80 + ahead))[:, 0]
+        attention = (turned @ keys.T / 4).exp().mean(dim=0)
+        expected += attention / attention.sum() / 2
+    assert torch.equal(scores[0, :4], torch.zeros(4))
+    torch.testing.assert_close(scores[0, 4:], expected * norms, rtol=0.1, atol=2e-4)
+    here = ExpectedAttention(sinks=4, future=ahead).score(replace(ctx, rotary=None))
+    assert not torch.allclose(here[0, 4:], expected * norms, rtol=0.1, atol=2e-4)
+
+
+@pytest.mark.parametrize("length", [400, 401, 415])
+def test_quest_keeps_whole_pages_and_finds_what_the_window_looks_at(context, length):
+    ctx = context(length, rows=WINDOW)
+    keys = ctx.keys().clone()
+    keys[150] = 10 * ctx.queries[-1].view(2, 3, 16).mean(dim=1)
+    dropper = Quest(window=WINDOW)
+    for count in (70, 100, 200):
+        for head in kept_at(dropper, with_keys(ctx, keys), count):
+            assert count - 16 < len(head) <= count
+            whole = {t // 16 for t in head}
+            assert head == {t for t in range(length) if t // 16 in whole}
+            assert 9 in whole, "the page of token 150"
+    assert not all(150 in head for head in kept_at(dropper, ctx, 70)), "there anyway"
+
+
+def test_quest_scores_are_bounds_of_attention(context):
+    ctx = context(64, rows=1, heads=2, kv_heads=2)
+    scores = Quest(sinks=0, window=1, page=4).score(ctx)
+    logits = torch.einsum("hd,thd->ht", ctx.queries[0], ctx.keys()) / 4
+    pages = ctx.keys().unflatten(0, (-1, 4))
+    reaches = (ctx.queries[0] * pages.amin(dim=1)).maximum(ctx.queries[0] * pages.amax(dim=1))
+    bounds = reaches.sum(dim=-1).T / 4
+    assert (bounds.repeat_interleave(4, dim=1) >= logits - 1e-5).all()
+    expected = bounds.softmax(dim=1)[:, :15].repeat_interleave(4, dim=1)
+    torch.testing.assert_close(scores[:, :60], expected)
+    assert (scores[:, 60:] > scores[:, :60].max()).all(), "the page of the window"
 
 
 def test_key_scores_kernel_replaces_the_fallback(context):

@@ -1,14 +1,23 @@
 """Compression methods: they know tensors only, no engine and no server."""
 
-from sglang_vericache.compressors.base import Dropper, LayerContext, Protected, summed_attention
+from sglang_vericache.compressors.base import (
+    Dropper,
+    KeepsEnds,
+    LayerContext,
+    Protected,
+    summed_attention,
+)
 from sglang_vericache.compressors.registry import create, names, register, supported
+from sglang_vericache.compressors.rotary import Rotary
 from sglang_vericache.compressors.select import compress, keep_best
 from sglang_vericache.compressors.settings import Settings
 
 __all__ = [
     "Dropper",
+    "KeepsEnds",
     "LayerContext",
     "Protected",
+    "Rotary",
     "Settings",
     "compress",
     "create",

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_vericache.compressors.rotary import Rotary
 from sglang_vericache.core import Budget
 
 
@@ -45,6 +46,8 @@ class LayerContext:
         gather_keys: returns ``[T, HKV, D]``; copies, so call it only if needed.
         gather_values: the same for values.
         key_scores: kernel that computes ``attention(queries)``; None takes the torch fallback.
+        query_positions: int64 ``[w]``, where the queries stand; None: they are the last ``w``.
+        rotary: what rotated keys and queries; None if the model has no rotary embedding.
     """
 
     layer: int
@@ -55,6 +58,8 @@ class LayerContext:
     gather_keys: Callable[[], Tensor]
     gather_values: Callable[[], Tensor]
     key_scores: Callable[[Tensor], Tensor] | None = None
+    query_positions: Tensor | None = None
+    rotary: Rotary | None = None
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +81,15 @@ class LayerContext:
         if self.key_scores is not None:
             return self.key_scores(queries)
         return summed_attention(queries, self.keys())
+
+    def unrotated_queries(self) -> Tensor:
+        """The queries before rotary embedding, float32 ``[w, HQ, D]``."""
+        if self.rotary is None:
+            return self.queries.float()
+        positions = self.query_positions
+        if positions is None:
+            positions = torch.arange(self.length, device=self.device)[-len(self.queries) :]
+        return self.rotary.undo(self.queries, positions)
 
 
 def summed_attention(queries: Tensor, keys: Tensor) -> Tensor:
@@ -143,3 +157,22 @@ class Dropper(ABC):
         Hs is HKV if ``per_head``, else 1. Called only if something has to go, so ``T >= 2`` and
         at least one query is there if ``query_rows`` is positive.
         """
+
+
+@dataclass(frozen=True)
+class KeepsEnds(Dropper):
+    """A dropper that keeps both ends of the context whatever their score.
+
+    Attributes:
+        sinks: first tokens, which draw attention whatever they say.
+        window: last tokens.
+        recent: share of the budget for the last tokens, since the next one depends most on them.
+    """
+
+    sinks: int = 4
+    window: int = 16
+    recent: float = 0.4
+
+    @property
+    def protected(self) -> Protected:
+        return Protected(self.sinks, self.window, self.recent)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import fields
 
 from sglang_vericache.compressors.base import Dropper
+from sglang_vericache.compressors.expected_attention import ExpectedAttention
+from sglang_vericache.compressors.h2o import H2O
 from sglang_vericache.compressors.identity import Identity
+from sglang_vericache.compressors.keydiff import KeyDiff
+from sglang_vericache.compressors.knorm import Knorm
+from sglang_vericache.compressors.kvpress import FAMILY, press_method
+from sglang_vericache.compressors.lagkv import LagKV
 from sglang_vericache.compressors.quantizers import CODECS, Int4, Int8, quantized
+from sglang_vericache.compressors.quest import Quest
 from sglang_vericache.compressors.random_kv import RandomKV
 from sglang_vericache.compressors.settings import Settings
 from sglang_vericache.compressors.snapkv import SnapKV
 from sglang_vericache.compressors.snapkv_per_head import SnapKVPerHead
 from sglang_vericache.compressors.streaming import StreamingLLM
+from sglang_vericache.compressors.tova import TOVA
 
 _CLASSES: dict[str, type[Dropper]] = {}
 
@@ -35,27 +43,35 @@ def names() -> list[str]:
 def supported() -> str:
     """What ``create`` takes, in words."""
     suffixes = " or ".join(f"+{codec}" for codec in CODECS)
-    return f"{', '.join(names())}; a method that drops tokens also with {suffixes}"
+    listed = f"{', '.join(names())}, {FAMILY}:PRESS with a scorer of kvpress"
+    return f"{listed}; a method that drops tokens also with {suffixes}"
 
 
 def create(name: str, settings: Settings) -> Dropper:
     """Build the method ``name`` from those settings it declares as fields.
 
     Args:
-        name: a registered one, or such a one and a codec: ``snapkv+int4``.
+        name: a registered one, ``kvpress:`` and a class of that package, or such a one and a codec:
+            ``snapkv+int4``.
 
     Raises:
-        ValueError: no such method; the message lists the supported ones.
+        ValueError: no such method; the message lists the supported ones. A press that cannot be
+            used here; the message says why.
     """
-    base, _, codec = name.partition("+")
-    known_codec = codec in CODECS if "+" in name else True
-    if base not in _CLASSES or not known_codec or (codec and _CLASSES[base].codec):
+    base, plus, codec = name.partition("+")
+    family, _, press = base.partition(":")
+    cls = press_method(press) if family == FAMILY else _CLASSES.get(base)
+    if cls is None or (plus and (codec not in CODECS or cls.codec)):
         raise ValueError(f"unknown compressor {name!r}; supported: {supported()}")
-    cls = quantized(_CLASSES[base], codec) if codec else _CLASSES[base]
+    if codec:
+        cls = quantized(cls, codec)
     known = {field.name for field in fields(Settings)}
     chosen = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name in known}  # type: ignore[arg-type]
     return cls(**chosen)
 
 
-for _cls in (Identity, Int4, Int8, RandomKV, SnapKV, SnapKVPerHead, StreamingLLM):
+for _cls in (
+    *(ExpectedAttention, H2O, Identity, Int4, Int8, KeyDiff, Knorm, LagKV, Quest, RandomKV),
+    *(SnapKV, SnapKVPerHead, StreamingLLM, TOVA),
+):
     register(_cls)

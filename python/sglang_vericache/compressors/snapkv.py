@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_vericache.compressors.base import Dropper, LayerContext, Protected
+from sglang_vericache.compressors.base import KeepsEnds, LayerContext
 
 
 def window_scores(ctx: LayerContext, window: int, kernel: int, lists: int) -> Tensor:
@@ -17,14 +17,14 @@ def window_scores(ctx: LayerContext, window: int, kernel: int, lists: int) -> Te
     score_t = avgpool_kernel(sum_i softmax(q_i K^T / sqrt(D))_t) over the keys before the window.
     Pooling is linear, so the heads are averaged first.
     """
-    attention = ctx.attention()
+    attention = ctx.attention(ctx.queries[-window:])
     scores = attention.view(lists, -1, ctx.length).mean(dim=1)
     scores[:, max(ctx.length - window, 0) :] = 0
     return F.avg_pool1d(scores[None], kernel, stride=1, padding=kernel // 2)[0]
 
 
 @dataclass(frozen=True)
-class SnapKV(Dropper):
+class SnapKV(KeepsEnds):
     """Keep the same best positions for all heads of a layer.
 
     Window scores averaged over the query heads. Kept anyway: window, sinks and, beyond the paper, a
@@ -40,18 +40,11 @@ class SnapKV(Dropper):
     name: ClassVar[str] = "snapkv"
     refreshable: ClassVar[bool] = True
 
-    sinks: int = 4
-    window: int = 16
-    recent: float = 0.4
     kernel: int = 5
 
     @property
     def query_rows(self) -> int:
         return self.window
-
-    @property
-    def protected(self) -> Protected:
-        return Protected(self.sinks, self.window, self.recent)
 
     def score(self, ctx: LayerContext) -> Tensor:
         """Window scores ``[1, T]``."""

@@ -12,6 +12,7 @@ from sglang_vericache.compressors import Dropper, Settings, create
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftState
 from sglang_vericache.speculative.lookup import NOTHING, Found, Lookup
+from sglang_vericache.speculative.queries import RecentQueries
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -32,7 +33,7 @@ class RequestState:
         compressor, dropper, settings: how its draft view is chosen.
         limit: most tokens it drafts in a round; 0 decodes plainly.
         unverified: commits what it reads from its view, token by token, as it is.
-        queries: ``[L, n, HQ, D]`` chunks of the latest tokens' queries, for the next compression.
+        queries: of the latest tokens, as many as ``dropper`` wants, for the next compression.
         view_length: tokens its filed view was chosen from; 0 when drafts read the full KV.
         chosen_at: committed tokens when the view was chosen.
         view_kept: tokens the filed view lists, averaged over layers.
@@ -61,7 +62,7 @@ class RequestState:
     settings: Settings
     limit: int
     unverified: bool = False
-    queries: list[Tensor] = field(default_factory=list)
+    queries: RecentQueries = field(default_factory=RecentQueries)
     view_length: int = 0
     chosen_at: int = 0
     view_kept: float = 0.0
@@ -91,9 +92,10 @@ class RequestState:
         """Tokens with exact KV: all but the last one generated."""
         return self.req.kv.kv_committed_len
 
-    def add_queries(self, queries: Tensor, window: int) -> None:
-        """Remember the queries of tokens just accepted, ``[L, n, HQ, D]``."""
-        _append(self.queries, queries, window)
+    def add_queries(self, queries: Tensor) -> None:
+        """Remember the queries of tokens about to be committed, ``[L, n, HQ, D]``."""
+        end = self.committed + queries.shape[1]
+        self.queries.append(queries, end, self.dropper.query_rows)
 
     @property
     def published(self) -> int:
@@ -168,15 +170,22 @@ class Requests:
         self._states: dict[str, RequestState] = {}
         self._serials = itertools.count()
         # By request object: gone with a request that never decodes.
-        self._prompt_queries: WeakKeyDictionary[Req, list[Tensor]] = WeakKeyDictionary()
+        self._prompt_queries: WeakKeyDictionary[Req, RecentQueries] = WeakKeyDictionary()
         self._proposals: WeakKeyDictionary[Req, list[int]] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def keep_queries(self, req: Req, queries: Tensor, window: int) -> None:
-        """Remember queries of a prompt's latest tokens, ``[L, n, HQ, D]``, until it decodes."""
-        _append(self._prompt_queries.setdefault(req, []), queries, window)
+    def query_rows(self, req: Req) -> int:
+        """How many queries of its prompt's last tokens a request's method wants."""
+        chosen = choices_of(req, self._config)
+        return chosen.dropper.query_rows if chosen.limit else 0
+
+    def keep_queries(self, req: Req, queries: Tensor, end: int) -> None:
+        """Remember queries ``[L, n, HQ, D]`` of a prompt's tokens before ``end``, until it decodes;
+        at most as many as its method wants."""
+        if rows := self.query_rows(req):
+            self._prompt_queries.setdefault(req, RecentQueries()).append(queries, end, rows)
 
     def propose(self, req: Req, tokens: list[int]) -> None:
         """Offer the output expected of a request that has not started."""
@@ -204,7 +213,7 @@ class Requests:
             settings=chosen.settings,
             limit=chosen.limit,
             unverified=chosen.unverified,
-            queries=self._prompt_queries.pop(req, []),
+            queries=self._prompt_queries.pop(req, RecentQueries()),
             drafted=req.spec_num_cap_tokens,
             proposals=self._proposals.pop(req, []),
         )
@@ -236,10 +245,3 @@ def choices_of(req: Req, config: VeriCacheConfig) -> Choices:
         limit=limit if asked.get("enabled", True) else 0,
         unverified=bool(asked.get("unverified", False)),
     )
-
-
-def _append(chunks: list[Tensor], queries: Tensor, window: int) -> None:
-    """Append ``queries`` and drop chunks that are no longer among the last ``window`` tokens."""
-    chunks.append(queries.clone())  # a slice would keep the queries of the whole pass alive
-    while sum(chunk.shape[1] for chunk in chunks[1:]) >= window:
-        del chunks[0]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sgl_kernel_ext import key_scores
-from sglang_vericache.compressors import LayerContext, compress, create, names
+from sglang_vericache.compressors import LayerContext, Rotary, compress, create
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.views import ViewStore, gather_listed
@@ -17,7 +15,7 @@ from sglang_vericache.speculative.packed_views import PackedViews
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from sglang_vericache.speculative.state import RequestState
 
@@ -38,10 +36,7 @@ class ViewChooser:
         self.num_kv_heads, head_dim = keys.shape[1:]
         self.scale = head_dim**-0.5
         self.bytes_per_key = self.num_layers * 2 * keys[0].nbytes
-        # A request may ask for any method, so prompts keep the queries that the keenest one wants.
-        self.query_rows = max(
-            create(name, config.compressor_settings).query_rows for name in names()
-        )
+        self._rotary = _rotary_of(model_runner.model)
         rows, width = self.req_to_token.shape
         self.store = ViewStore(
             rows=rows,
@@ -114,18 +109,28 @@ class ViewChooser:
         return keys, values
 
     def _layers(self, state: RequestState, slots: Tensor) -> Iterator[LayerContext]:
-        queries = torch.cat(state.queries, dim=1) if state.queries else None
-        rows = min(self.query_rows, len(slots))
+        queries = positions = None
+        if rows := min(state.dropper.query_rows, len(slots)):
+            queries, positions = state.queries.last(rows)
+        rope = self._rotary
+        rotary = None if rope is None else Rotary(rope.cos_sin_cache, rope.is_neox_style)
         for layer in range(self.num_layers):
             keys, values = self.pool.get_kv_buffer(self.pool.start_layer + layer)
-            wanted = keys.new_empty(0) if queries is None else queries[layer, -rows:]
             yield LayerContext(
                 layer=layer,
                 num_layers=self.num_layers,
                 length=slots.shape[0],
                 num_kv_heads=self.num_kv_heads,
-                queries=wanted,
+                queries=keys.new_empty(0) if queries is None else queries[layer],
                 gather_keys=partial(keys.index_select, 0, slots),
                 gather_values=partial(values.index_select, 0, slots),
                 key_scores=partial(key_scores, k_pool=keys, slots=slots, scale=self.scale),
+                query_positions=positions,
+                rotary=rotary,
             )
+
+
+def _rotary_of(model: nn.Module) -> Any:
+    """The model's rotary embedding, or None; its table may grow and is so read when needed."""
+    found = (m for m in model.modules() if hasattr(m, "cos_sin_cache"))
+    return next(found, None)

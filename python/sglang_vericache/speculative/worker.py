@@ -73,7 +73,6 @@ class VeriCacheWorker(BaseSpecWorker):
         runner = self.target_worker.model_runner
         self.chooser = ViewChooser(runner, self.config)
         self.attention = runner.attn_backend
-        self.attention.query_window = self.chooser.query_rows
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Any = None, pp_proxy_tensors: Any = None
@@ -113,11 +112,14 @@ class VeriCacheWorker(BaseSpecWorker):
         return self.provisional
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        window = max((self.requests.query_rows(req) for req in batch.reqs), default=0)
+        self.attention.query_window = window
         result = self.target_worker.forward_batch_generation(batch)
         if (queries := self.attention.take_queries()) is not None:
-            lens = [min(n, self.chooser.query_rows) for n in batch.extend_lens]
-            for req, chunk in zip(batch.reqs, queries.split(lens, dim=1), strict=True):
-                self.requests.keep_queries(req, chunk, self.chooser.query_rows)
+            chunks = queries.split([min(n, window) for n in batch.extend_lens], dim=1)
+            ends = [a + n for a, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+            for req, chunk, end in zip(batch.reqs, chunks, ends, strict=True):
+                self.requests.keep_queries(req, chunk, end)
         result.next_draft_input = RaggedInput(self.slots)
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self.slots
@@ -218,7 +220,8 @@ class VeriCacheWorker(BaseSpecWorker):
         self.counters.unpacked += state.barred
 
     def _wants_queries(self, state: RequestState) -> bool:
-        return self.chooser.query_rows > 0 and (self.config.refresh != 0 or not state.queries)
+        wanted = state.dropper.query_rows > 0
+        return wanted and (self.config.refresh != 0 or not state.queries)
 
     def _forward(self, batch: ScheduleBatch, step: RaggedPass) -> LogitsProcessorOutput:
         """One pass of the target model over all rows; logits ``[R, V]``."""
@@ -259,7 +262,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 assert queries is not None
                 fresh = queries[:, captured : captured + accepted]
                 captured += drafted + 1
-                state.add_queries(fresh, self.chooser.query_rows)
+                state.add_queries(fresh)
             state.follow(run)
             if state.found.tokens:
                 self._score_found(state, run)
