@@ -1,0 +1,133 @@
+"""What the engine shows a method: a request's own keys, its latest queries and where they stand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_vericache.compressors import LayerContext, Rotary, Settings, compress, create, names
+from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.platform import bootstrap
+from sglang_vericache.speculative.queries import RecentQueries
+
+bootstrap.install()
+
+from sglang_vericache.speculative.state import Requests  # noqa: E402
+from sglang_vericache.speculative.views import ViewChooser  # noqa: E402
+
+LAYERS, QUERY_HEADS, HEADS, DIM, LENGTH = 2, 4, 2, 16, 300
+SETTINGS = Settings(ratio=0.2, min_tokens=0)
+
+
+class KV:
+    """Stands in for SGLang's KV pool."""
+
+    start_layer, layer_num, size = 0, LAYERS, 400
+
+    def __init__(self):
+        self.buffers = torch.randn(LAYERS, 2, self.size, HEADS, DIM)
+
+    def get_key_buffer(self, layer):
+        return self.buffers[layer, 0]
+
+    def get_kv_buffer(self, layer):
+        return tuple(self.buffers[layer])
+
+
+class Rope(torch.nn.Module):
+    is_neox_style = True
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.arange(1000)[:, None] / 10.0 ** torch.arange(DIM // 2)
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@pytest.fixture
+def chooser():
+    torch.manual_seed(0)
+    rows = torch.zeros(4, LENGTH, dtype=torch.int32)
+    rows[1] = torch.randperm(KV.size)[:LENGTH]
+    runner = SimpleNamespace(
+        token_to_kv_pool=KV(),
+        req_to_token_pool=SimpleNamespace(req_to_token=rows),
+        model=torch.nn.ModuleList([torch.nn.Identity(), Rope()]),
+        attn_backend=SimpleNamespace(add_view_pool=lambda layers: 1),
+    )
+    return ViewChooser(runner, VeriCacheConfig(settings={"min_tokens": 0}))
+
+
+def state(name, queries, end=LENGTH):
+    dropper, recent = create(name, SETTINGS), RecentQueries()
+    if dropper.query_rows:
+        recent.append(queries, end, dropper.query_rows)
+    req = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=LENGTH))
+    return SimpleNamespace(
+        req=req, row=1, serial=0, dropper=dropper, settings=SETTINGS, queries=recent
+    )
+
+
+def expected(chooser, name, queries, positions):
+    dropper = create(name, SETTINGS)
+    slots, rope = chooser.req_to_token[1].long(), chooser._rotary
+    rows = dropper.query_rows
+
+    def layer(i):
+        keys, values = (buffer[slots] for buffer in chooser.pool.get_kv_buffer(i))
+        return LayerContext(
+            layer=i,
+            num_layers=LAYERS,
+            length=LENGTH,
+            num_kv_heads=HEADS,
+            queries=queries[i, -rows:] if rows else torch.empty(0),
+            gather_keys=lambda: keys,
+            gather_values=lambda: values,
+            query_positions=positions[-rows:],
+            rotary=Rotary(rope.cos_sin_cache),
+        )
+
+    return compress(dropper, map(layer, range(LAYERS)), SETTINGS.budget)
+
+
+@pytest.mark.parametrize("name", [n for n in names() if create(n, SETTINGS).codec is None])
+def test_a_method_sees_the_request(chooser, name):
+    queries = torch.randn(LAYERS, 100, QUERY_HEADS, DIM)
+    view = chooser.choose(state(name, queries))
+    if name == "identity":
+        assert view is None
+        return
+    wanted = expected(chooser, name, queries, torch.arange(LENGTH - 100, LENGTH))
+    assert view is not None and view.kept[0] < LENGTH
+    assert all(map(torch.equal, view.layers, wanted.layers))
+
+
+def test_queries_that_are_not_the_latest_are_turned_back_from_where_they_stand(chooser):
+    queries = torch.randn(LAYERS, 100, QUERY_HEADS, DIM) + 3
+    view = chooser.choose(state("expected-attention", queries, end=250))
+    there = expected(chooser, "expected-attention", queries, torch.arange(150, 250))
+    assert torch.equal(view.layers[0], there.layers[0])
+    last = expected(chooser, "expected-attention", queries, torch.arange(200, 300))
+    assert not torch.equal(view.layers[0], last.layers[0])
+
+
+class Req:
+    def __init__(self, **asked):
+        self.sampling_params = SimpleNamespace(custom_params={"vericache": asked})
+
+
+def test_a_prompt_keeps_the_queries_that_its_own_method_wants():
+    requests = Requests(VeriCacheConfig(draft_len=4))
+    queries = torch.randn(LAYERS, 100, QUERY_HEADS, DIM)
+    for asked, rows in (
+        ({}, 16),
+        ({"window": 8}, 8),
+        ({"compressor": "h2o"}, 64),
+        ({"compressor": "tova"}, 1),
+        ({"compressor": "knorm"}, 0),
+        ({"enabled": False}, 0),
+    ):
+        req = Req(**asked)
+        assert requests.query_rows(req) == rows
+        requests.keep_queries(req, queries, LENGTH)
+        kept = requests._prompt_queries.get(req)
+        assert (0 if kept is None else len(kept)) == rows
