@@ -202,7 +202,7 @@ def test_another_method_keeps_others(layers):
 @needs_kvpress
 @pytest.mark.parametrize(
     ("press", "same"),
-    [("KnormPress", Knorm()), ("KeyDiffPress", KeyDiff()), ("LagKVPress", LagKV())],
+    [("KnormPress", Knorm()), ("KeyDiffPress", KeyDiff()), ("LagKVPress", LagKV(lag=128))],
 )
 def test_a_press_is_a_method(context, press, same):
     dropper = compressors.create(f"kvpress:{press}", Settings())

@@ -25,13 +25,14 @@ class LagKV(KeepsEnds):
 
     Cost a layer: reads T*HKV*D keys and values once, float32 copies; 12*HKV*D*T FLOPs, one sort.
     Limits: looks at no query, so neither question nor refresh changes the view. Every chunk keeps
-    as many, whatever it says.
+    as many, whatever it says. C_n and the rest alone are ``lag`` to 2*lag - 1 tokens: a budget
+    below that keeps the most recent tokens only. Hence 32; the paper has 128 and more.
     """
 
     name: ClassVar[str] = "lagkv"
     per_head: ClassVar[bool] = True
 
-    lag: int = 128
+    lag: int = 32
 
     def score(self, ctx: LayerContext) -> Tensor:
         """Ranks in ``[0, 1)``, then ``1 + t/T`` ``[HKV, T]``."""
