@@ -5,9 +5,9 @@ Two layers, because the pinned requirements take 11 GB:
 * shared: a virtual environment under ``$VERICACHE_HOME/venvs`` (default
   ``~/.cache/sglang-vericache``), one for each content of ``requirements/`` and Python version.
   Any number of checkouts use it; none is installed into it.
-* checkout: ``.venv``, a few kilobytes. It sees the shared packages, this checkout's two packages,
-  their entry points and console scripts. The C++ kernels are built inside the checkout, and kept
-  under ``$VERICACHE_HOME/kernels`` by a hash of their sources.
+* checkout: ``.venv``, a few megabytes. It sees the shared packages, this checkout's two packages,
+  their entry points and console scripts, and holds ``requirements/checkout``. The C++ kernels are
+  built inside the checkout, and kept under ``$VERICACHE_HOME/kernels`` by a hash of their sources.
 
 Each part is skipped when it is up to date. Runs with the standard library only.
 """
@@ -31,6 +31,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 REQUIREMENTS = sorted((REPO / "requirements").glob("*.txt"))
+CHECKOUT_REQUIREMENTS = REPO / "requirements" / "checkout" / "kvpress.txt"
 KERNELS = REPO / "sgl-kernel-ext"
 OVERLAY = REPO / ".venv"
 SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
@@ -82,7 +83,7 @@ def ensure_overlay(shared: Path) -> None:
     stamp = OVERLAY / COMPLETE
     names = ["pyproject.toml", "setup.py", "sgl-kernel-ext/pyproject.toml"]
     names += ["python/sglang_vericache.pth", "python/sglang_vericache/__init__.py"]
-    inputs = [Path(__file__), *(REPO / name for name in names)]
+    inputs = [Path(__file__), CHECKOUT_REQUIREMENTS, *(REPO / name for name in names)]
     wanted = digest(inputs, str(shared), str(REPO))
     if stamp.exists() and stamp.read_text() == wanted:
         return
@@ -97,6 +98,7 @@ def ensure_overlay(shared: Path) -> None:
     run([python, "setup.py", "-q", "egg_info"], cwd=KERNELS)
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     run([python, *install, "--editable", str(REPO)])
+    run([python, *install, "--requirement", str(CHECKOUT_REQUIREMENTS)])
     # The shared `sglang` command would start the shared interpreter, which knows no plugin.
     script = OVERLAY / "bin" / "sglang"
     text = (shared / "bin" / "sglang").read_text()
