@@ -66,7 +66,7 @@ def test_the_page_lists_every_method():
 
 def test_method_files_keep_to_sixty_lines():
     folder = REPOSITORY / "python" / "sglang_vericache" / "compressors"
-    shared = {"__init__.py", "base.py", "select.py", "settings.py", "registry.py"}
+    shared = {"__init__.py", "base.py", "select.py", "settings.py", "registry.py", "composition.py"}
     lengths = {
         path.name: len(path.read_text().splitlines())
         for path in folder.glob("*.py")

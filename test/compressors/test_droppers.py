@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from sglang_vericache import compressors
-from sglang_vericache.compressors import Settings
+from sglang_vericache.compressors import Calibration, Settings
+from sglang_vericache.compressors.base import Dropper
 from sglang_vericache.core import Budget
 
 WINDOW, TOKENS = 8, 40
-SETTINGS = Settings(ratio=0.25, min_tokens=TOKENS, window=WINDOW)
+CALIBRATION = Calibration(heads=((0,), (1,)), weights=(0.75, 0.25))
+SETTINGS = Settings(ratio=0.25, min_tokens=TOKENS, window=WINDOW, calibration=CALIBRATION)
 LENGTHS = [0, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, TOKENS - 1, TOKENS, TOKENS + 1, 400]
-METHODS = [*compressors.names(), "snapkv+int4", "snapkv-per-head+int8"]
+BUDGETS = ["snapkv+pyramidkv", "snapkv-per-head+adakv", "snapkv+chunkkv", "streaming+calibrated"]
+METHODS = [
+    *(*compressors.names(), *BUDGETS, "snapkv+int4", "snapkv-per-head+int8"),
+    *("snapkv-per-head+pyramidkv+chunkkv+adakv+int4", "compresskv+chunkkv"),
+]
 
 
 def compress(context, name, length, settings=SETTINGS, **shape):
@@ -27,14 +33,19 @@ def compress(context, name, length, settings=SETTINGS, **shape):
 def test_view_is_valid_at_every_length(context, name, length):
     view = compress(context, name, length)
     view.check_integrity()
-    heads = 2 if compressors.create(name, SETTINGS).per_head else 1
+    dropper = compressors.create(name, SETTINGS)
+    heads = 2 if dropper.per_head else 1
     assert view.length == length
     assert [p.shape[0] for p in view.layers] == [heads, heads]
     assert all(p.dtype == torch.int32 for p in view.layers)
-    if length <= TOKENS or not compressors.create(name, SETTINGS).drops:
+    budget = SETTINGS.budget
+    assert max(view.kept) <= dropper.longest(length, 2, budget)
+    if length <= TOKENS or not dropper.drops:
         assert view.is_full
     else:
-        assert view.kept == (SETTINGS.budget.tokens(length),) * 2
+        assert sum(map(sum, view.list_lengths)) == 2 * heads * budget.tokens(length)
+        even = type(dropper).count is Dropper.count and not view.counts
+        assert not even or view.kept == (budget.tokens(length),) * 2
 
 
 @pytest.mark.parametrize("shape", [{"heads": 2, "kv_heads": 2}, {"heads": 8, "kv_heads": 1}])

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from sglang_vericache.compressors.base import Dropper
+from sglang_vericache.compressors.calibrated import Calibrated
+from sglang_vericache.compressors.composition import composed, suffixes
+from sglang_vericache.compressors.compresskv import CompressKV
 from sglang_vericache.compressors.identity import Identity
-from sglang_vericache.compressors.quantizers import CODECS, Int4, Int8, quantized
+from sglang_vericache.compressors.quantizers import Int4, Int8
 from sglang_vericache.compressors.random_kv import RandomKV
 from sglang_vericache.compressors.settings import Settings
 from sglang_vericache.compressors.snapkv import SnapKV
@@ -34,28 +37,47 @@ def names() -> list[str]:
 
 def supported() -> str:
     """What ``create`` takes, in words."""
-    suffixes = " or ".join(f"+{codec}" for codec in CODECS)
-    return f"{', '.join(names())}; a method that drops tokens also with {suffixes}"
+    return f"{', '.join(names())}; {suffixes()}"
 
 
-def create(name: str, settings: Settings) -> Dropper:
-    """Build the method ``name`` from those settings it declares as fields.
+def find(name: str) -> type[Dropper]:
+    """The class of ``name``: of a registered method, or of one with budgets and a codec.
 
     Args:
-        name: a registered one, or such a one and a codec: ``snapkv+int4``.
+        name: ``snapkv``, ``snapkv+int4``, ``snapkv+pyramidkv+int4``.
 
     Raises:
         ValueError: no such method; the message lists the supported ones.
     """
-    base, _, codec = name.partition("+")
-    known_codec = codec in CODECS if "+" in name else True
-    if base not in _CLASSES or not known_codec or (codec and _CLASSES[base].codec):
+    base, *parts = name.split("+")
+    cls = composed(_CLASSES[base], parts) if base in _CLASSES else None
+    if cls is None:
         raise ValueError(f"unknown compressor {name!r}; supported: {supported()}")
-    cls = quantized(_CLASSES[base], codec) if codec else _CLASSES[base]
+    return cls
+
+
+def create(name: str, settings: Settings) -> Dropper:
+    """Build the method ``name``, as ``find`` takes it, from those settings it declares as fields.
+
+    Raises:
+        ValueError: no such method, or the settings lack what it needs.
+    """
+    cls = find(name)
     known = {field.name for field in fields(Settings)}
     chosen = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name in known}  # type: ignore[arg-type]
     return cls(**chosen)
 
 
-for _cls in (Identity, Int4, Int8, RandomKV, SnapKV, SnapKVPerHead, StreamingLLM):
+def query_rows(settings: Settings) -> int:
+    """Queries of the last prompt tokens that any of the registered methods wants."""
+    usable = [name for name in names() if settings.calibration or not needs_calibration(name)]
+    return max(create(name, settings).query_rows for name in usable)
+
+
+def needs_calibration(name: str) -> bool:
+    """Whether a method works only with ``Settings.calibration``."""
+    return issubclass(find(name), Calibrated)
+
+
+for _cls in (CompressKV, Identity, Int4, Int8, RandomKV, SnapKV, SnapKVPerHead, StreamingLLM):
     register(_cls)

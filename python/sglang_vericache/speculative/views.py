@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sgl_kernel_ext import key_scores
-from sglang_vericache.compressors import LayerContext, compress, create, names
+from sglang_vericache.compressors import LayerContext, compress, create, query_rows
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.views import ViewStore, gather_listed
@@ -39,9 +39,7 @@ class ViewChooser:
         self.scale = head_dim**-0.5
         self.bytes_per_key = self.num_layers * 2 * keys[0].nbytes
         # A request may ask for any method, so prompts keep the queries that the keenest one wants.
-        self.query_rows = max(
-            create(name, config.compressor_settings).query_rows for name in names()
-        )
+        self.query_rows = query_rows(config.compressor_settings)
         rows, width = self.req_to_token.shape
         self.store = ViewStore(
             rows=rows,
