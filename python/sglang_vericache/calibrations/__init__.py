@@ -18,6 +18,7 @@ from sglang_vericache.mem_cache.storage_identity import checkpoint_folder, tenso
 
 logger = logging.getLogger(__name__)
 VERSION = 1
+FOLDER = Path(__file__).parent
 NAME = "vericache_calibration.json"
 FLAG = "--vericache-calibration"
 
@@ -97,7 +98,7 @@ def find(
         return None
     folder = checkpoint_folder(model_path, revision)
     beside = [folder / NAME] if folder is not None and (folder / NAME).exists() else []
-    for path in (*beside, *sorted(Path(__file__).parent.glob("*.json"))):
+    for path in (*beside, *sorted(FOLDER.glob("*.json"))):
         found = load(path)
         if found.tensors == digest:
             return found.calibration

@@ -29,6 +29,9 @@ def layer_weights(
     prompts, where compressed attention sees the 32 prompt tokens that ``compresskv`` keeps (with
     its default sinks and recent share) and what was decoded since. Every layer is measured by
     itself: its input is that of the full model. CompressKV, https://arxiv.org/abs/2606.24467
+
+    Raises:
+        ValueError: the prompts are so short that nothing was left out.
     """
     even = Calibration(heads, (1 / probe.layers,) * probe.layers)
     dropper = create("compresskv", Settings(calibration=even))
@@ -62,6 +65,8 @@ def layer_weights(
                 pass
         total += (change / size).sqrt()
         say(f"layer budgets: {i}/{len(prompts)} prompts")
+    if not total.sum() > 0:
+        raise ValueError(f"prompts of at most {Calibrated.LEAST} tokens: use a longer --context")
     return tuple(round(float(weight), 6) for weight in total / total.sum())
 
 

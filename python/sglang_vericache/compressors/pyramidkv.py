@@ -15,8 +15,8 @@ class PyramidKV(Dropper):
     With s the sinks and recent tokens that are kept anyway and b = B - s:
     B_0 = min(s + (2 - 1/20) * b, T), B_{L-1} = 2 B - B_0, linear in between; rounded down in the
     first half and up in the second, so that layers l and L-1-l have 2 B together. Cai et al. 2024,
-    https://arxiv.org/abs/2406.02069, with beta = 20 as in their code. kvpress leaves s out of the
-    layers' share, so its sum is s * L less.
+    https://arxiv.org/abs/2406.02069, with beta = 20 as in their code. kvpress computes the same
+    with s = 0, unless the last layer would get less than its window: then all layers get B.
 
     Cost: O(1) a layer, of the wrapped method otherwise. With full KV on the host a copy takes as
     many slots as the longest list, up to twice the budget.
