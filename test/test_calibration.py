@@ -199,9 +199,11 @@ class Scripted:
 def test_retrieval_heads_are_those_that_look_at_the_needle():
     needle = Needle(torch.tensor([9, 9, 7, 8, 9, 9, 9, 9]), (2, 4), "7 8")
     found = find_heads(Scripted(7, 8), [needle], 1, quiet)
-    assert found == (((2,), (1,)), 1)
+    assert found == (((2,), (1,)), [needle])
     two = find_heads(Scripted(7, 8), [needle] * 2, 2, quiet)
-    assert two.answered == 2 and all(a in b for a, b in zip((2, 1), two.heads, strict=True))
+    assert two.answered == [needle] * 2 and all(
+        a in b for a, b in zip((2, 1), two.heads, strict=True)
+    )
     with pytest.raises(ValueError, match=r"none of 1 prompts.*--context"):
         find_heads(Scripted(7, 9), [needle], 1, quiet)
 
@@ -215,9 +217,10 @@ def test_the_command_writes_beside_the_weights_and_says_how(tiny, monkeypatch, c
     assert "answered none of 2 prompts" in capsys.readouterr().err and not (tiny / NAME).exists()
     from sglang_vericache.cli import retrieval_heads
 
-    monkeypatch.setattr(
-        retrieval_heads, "find_heads", lambda *_: retrieval_heads.Found(FOUND.heads, 1)
-    )
+    def found(probe, prompts, most, say):
+        return retrieval_heads.Found(FOUND.heads, list(prompts[1:]))
+
+    monkeypatch.setattr(retrieval_heads, "find_heads", found)
     try:
         assert options.run(options) == 0
         assert capsys.readouterr().out.strip() == str(tiny / NAME)

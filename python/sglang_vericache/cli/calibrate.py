@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         probe = Probe(str(folder))
         prompts = list(needles(probe.tokenizer, options.samples, options.context, options.seed))
         found = find_heads(probe, prompts, options.heads, say)
-        weights = layer_weights(probe, prompts, found.heads, say)
+        weights = layer_weights(probe, found.answered, found.heads, say)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
         return 1
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         command=command(options),
         runs={
             "asked": len(prompts),
-            "answered": found.answered,
+            "answered": len(found.answered),
             "context": options.context,
         },
         calibration=Calibration(found.heads, weights),

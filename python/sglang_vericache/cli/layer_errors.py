@@ -14,7 +14,7 @@ from sglang_vericache.compressors.calibrated import Calibrated
 from sglang_vericache.compressors.settings import Settings
 from sglang_vericache.core import Budget
 
-STEPS = 16
+STEPS, PROMPTS = 16, 8
 
 
 def layer_weights(
@@ -23,7 +23,7 @@ def layer_weights(
     heads: tuple[tuple[int, ...], ...],
     say: Callable[[str], None],
 ) -> tuple[float, ...]:
-    """Shares of 1 by layer.
+    """Shares of 1 by layer, from at most ``PROMPTS`` of the prompts.
 
     e_l = |o_proj(compressed) - o_proj(full)|_F / |o_proj(full)|_F over decode steps, averaged over
     prompts, where compressed attention sees the 32 prompt tokens that ``compresskv`` keeps (with
@@ -37,6 +37,7 @@ def layer_weights(
     dropper = create("compresskv", Settings(calibration=even))
     budget = Budget(1e-9, Calibrated.LEAST)
     total = torch.zeros(probe.layers)
+    prompts = prompts[:: -(-len(prompts) // PROMPTS)]
     for i, needle in enumerate(prompts, 1):
         kept: dict[int, Tensor] = {}
         change, size = torch.zeros(probe.layers), torch.zeros(probe.layers)

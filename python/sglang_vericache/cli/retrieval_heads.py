@@ -15,10 +15,10 @@ STEPS = 16
 
 
 class Found(NamedTuple):
-    """Heads by layer, ascending, and how many prompts were answered correctly."""
+    """Heads by layer, ascending, and the prompts that were answered correctly."""
 
     heads: tuple[tuple[int, ...], ...]
-    answered: int
+    answered: list[Needle]
 
 
 def find_heads(
@@ -33,12 +33,13 @@ def find_heads(
     Raises:
         ValueError: no prompt was answered correctly.
     """
-    scores, answered = torch.zeros(probe.layers, probe.heads), 0
+    scores, answered = torch.zeros(probe.layers, probe.heads), []
     for i, needle in enumerate(prompts, 1):
         found = _masses(probe, needle)
         if found is not None:
-            scores, answered = scores + found, answered + 1
-        say(f"retrieval heads: {i}/{len(prompts)} prompts, {answered} answered")
+            scores += found
+            answered.append(needle)
+        say(f"retrieval heads: {i}/{len(prompts)} prompts, {len(answered)} answered")
     if not answered:
         raise ValueError(
             f"the model answered none of {len(prompts)} prompts: try a shorter --context"
