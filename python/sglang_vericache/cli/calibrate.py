@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--model-path", metavar="M", help="checkpoint (default: the embedded model)")
     add("--output", type=Path, metavar="FILE", help=f"default: {NAME} beside the weights")
-    add("--samples", type=int, default=24, help="needle prompts (default: %(default)s)")
+    add("--samples", type=int, default=18, help="needle prompts (default: %(default)s)")
     add("--context", type=int, default=1024, help="longest, in tokens (default: %(default)s)")
     add("--heads", type=int, default=4, help="query heads of a layer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")

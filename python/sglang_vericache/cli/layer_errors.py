@@ -31,8 +31,10 @@ def layer_weights(
     itself: its input is that of the full model. CompressKV, https://arxiv.org/abs/2606.24467
 
     Raises:
-        ValueError: the prompts are so short that nothing was left out.
+        ValueError: a prompt is so short that nothing would be left out.
     """
+    if min(len(needle.ids) for needle in prompts) <= Calibrated.LEAST:
+        raise ValueError(f"prompts of {Calibrated.LEAST} tokens or fewer: use a longer --context")
     even = Calibration(heads, (1 / probe.layers,) * probe.layers)
     dropper = create("compresskv", Settings(calibration=even))
     budget = Budget(1e-9, Calibrated.LEAST)
@@ -66,8 +68,6 @@ def layer_weights(
                 pass
         total += (change / size).sqrt()
         say(f"layer budgets: {i}/{len(prompts)} prompts")
-    if not total.sum() > 0:
-        raise ValueError(f"prompts of at most {Calibrated.LEAST} tokens: use a longer --context")
     return tuple(round(float(weight), 6) for weight in total / total.sum())
 
 
