@@ -86,7 +86,8 @@ def test_a_file_serves_the_weights_it_was_made_from_and_no_others(tiny, tmp_path
         assert find(str(tiny)) is None and "other weights" in caplog.text
     finally:
         beside.unlink()
-    assert find("no/such-model") is None
+    (tmp_path / "empty").mkdir()
+    assert find(str(tmp_path / "empty")) is None
 
 
 def test_the_embedded_model_comes_with_a_file():
@@ -208,7 +209,7 @@ def test_retrieval_heads_are_those_that_look_at_the_needle():
         find_heads(Scripted(7, 9), [needle], 1, quiet)
 
 
-def test_the_command_writes_beside_the_weights_and_says_how(tiny, monkeypatch, capsys):
+def test_the_command_writes_beside_the_weights_and_says_how(tiny, tmp_path, monkeypatch, capsys):
     parser = argparse.ArgumentParser()
     calibrate.add_command(parser.add_subparsers())
     line = ["calibrate", "--model-path", str(tiny), "--samples", "2", "--context", "150"]
@@ -230,6 +231,6 @@ def test_the_command_writes_beside_the_weights_and_says_how(tiny, monkeypatch, c
         assert find(str(tiny)) == written.calibration
     finally:
         (tiny / NAME).unlink(missing_ok=True)
-    options.model_path = "no/such-model"
+    options.model_path = str(tmp_path)
     assert options.run(options) == 1
-    assert "--model-path: no/such-model is no checkpoint" in capsys.readouterr().err
+    assert f"--model-path: {tmp_path} is no checkpoint" in capsys.readouterr().err
