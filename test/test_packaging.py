@@ -45,6 +45,8 @@ def test_pth_is_beside_the_package(source, kind):
     with zipfile.ZipFile(build(source, kind)) as wheel:
         if kind == "wheel":
             assert "sglang_vericache/entrypoints/ui.html" in wheel.namelist()
+            model = "SmolLM2-135M-Instruct.json"
+            assert f"sglang_vericache/calibrations/{model}" in wheel.namelist()
         assert wheel.read(PTH).decode() == (REPO / "python" / PTH).read_text()
         record = next(name for name in wheel.namelist() if name.endswith("RECORD"))
         assert PTH in wheel.read(record).decode()  # uninstalling removes it

@@ -11,10 +11,11 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from sglang_vericache.compressors import Settings, create, supported
+from sglang_vericache.compressors import Calibration, Settings, find, supported
+from sglang_vericache.compressors.settings import NUMBERS
 
 ATTRIBUTE = "_vericache"
 PREFIX = "vericache_"
@@ -38,6 +39,8 @@ LOOKUP = {
     "off": "never",
 }
 
+FURTHER = tuple(sorted(set(NUMBERS) - {"ratio"}))
+
 STAGING = {
     "copy": "copied to the device for the pass",
     "in-place": "read in host memory, on a CPU only",
@@ -50,7 +53,7 @@ class VeriCacheConfig:
 
     Attributes:
         mode: see ``MODES``.
-        compressor: name of a registered compressor, or of one with a codec.
+        compressor: name of a registered compressor, or of one with budgets and a codec.
         ratio: share of the compressed context that a draft view keeps, in (0, 1].
         draft_len: tokens drafted before a verify pass; None adapts it per request.
         max_draft_len: upper limit of an adaptive draft length; sizes the KV reserve.
@@ -64,6 +67,8 @@ class VeriCacheConfig:
             None takes as many as the KV pool has.
         span_cache_gb: host memory for compressed copies of prefixes that a store has, GiB.
         allow_unverified: whether a request may ask for the lossy output.
+        calibration: file from ``vericache calibrate``; None looks for one of the server's model
+            beside it and in this package.
         settings: further compressor settings (``Settings`` fields), as JSON.
     """
 
@@ -80,6 +85,7 @@ class VeriCacheConfig:
     packed_tokens: int | None = None
     span_cache_gb: float = 0.25
     allow_unverified: bool = False
+    calibration: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,14 +123,14 @@ class VeriCacheConfig:
             raise ValueError(
                 f"--vericache-span-cache-gb must be at least 0, not {self.span_cache_gb}"
             )
-        for key in self.settings:
-            if key == "ratio" or key not in {f.name for f in fields(Settings)}:
-                supported = sorted({f.name for f in fields(Settings)} - {"ratio"})
+        for key, value in self.settings.items():
+            if key not in FURTHER and not isinstance(value, Calibration):
                 raise ValueError(
-                    f"--vericache-settings: unknown key {key!r}; supported: {', '.join(supported)}"
+                    f"--vericache-settings: unknown key {key!r}; supported: {', '.join(FURTHER)}"
                 )
         try:
-            create(self.compressor, self.compressor_settings)
+            find(self.compressor)
+            _ = self.compressor_settings
         except ValueError as error:
             flag = "ratio" if str(error).startswith("ratio") else "compressor"
             raise ValueError(f"--vericache-{flag}: {error}") from None
@@ -153,9 +159,16 @@ class VeriCacheConfig:
     def compressor_settings(self) -> Settings:
         return Settings(ratio=self.ratio, **self.settings)
 
+    def calibrated(self, calibration: Calibration | None) -> VeriCacheConfig:
+        """This configuration with what was found for the server's model."""
+        if calibration is None:
+            return self
+        return replace(self, settings={**self.settings, "calibration": calibration})
+
     def as_dict(self) -> dict[str, Any]:
         """The effective values as JSON; ``draft_len`` and ``refresh`` None mean ``auto``."""
-        return asdict(self) | {"settings": asdict(self.compressor_settings)}
+        settings = self.compressor_settings
+        return asdict(self) | {"settings": {name: getattr(settings, name) for name in NUMBERS}}
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -251,6 +264,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Let a request ask for the lossy, unverified output (default: refused)",
     )
     add(
+        "--vericache-calibration",
+        metavar="FILE",
+        help="What `vericache calibrate` found out about the model, for compresskv and +calibrated "
+        "(default: the file beside the model, or one that comes with this package)",
+    )
+    add(
         "--vericache-settings",
         metavar="JSON",
         help=f"Further settings of the compressor (default: '{json.dumps(_further_settings())}')",
@@ -258,7 +277,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def _further_settings() -> dict[str, Any]:
-    return {key: value for key, value in asdict(Settings()).items() if key != "ratio"}
+    return {key: getattr(Settings(), key) for key in NUMBERS if key != "ratio"}
 
 
 def from_options(options: Mapping[str, Any]) -> VeriCacheConfig | None:

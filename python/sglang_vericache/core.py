@@ -10,7 +10,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -91,33 +91,53 @@ class DraftView:
         layers: per layer int32 ``[Hs, n]``, each row strictly ascending; ``Hs`` is 1 when all KV
             heads share the list, else the number of KV heads. ``n`` may differ between layers.
         length: number of tokens the view was chosen from.
+        counts: per layer, tokens of each of its ``Hs`` lists, the longest ``n``, where they differ:
+            a shorter list repeats its last position up to ``n``, and whoever copies listed tokens
+            copies those repetitions too. Empty: every list of every layer has ``n``.
     """
 
     layers: tuple[Tensor, ...]
     length: int
+    counts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Number of listed tokens of each layer."""
+        """Number of tokens in the longest list of each layer."""
         return tuple(positions.shape[1] for positions in self.layers)
 
     @property
+    def list_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer, tokens of each list."""
+        return self.counts or tuple((p.shape[1],) * len(p) for p in self.layers)
+
+    @property
     def mean_kept(self) -> float:
-        """Listed tokens averaged over layers: what a drafting row reads of the compressed part."""
-        return sum(self.kept) / max(len(self.layers), 1)
+        """Listed tokens averaged over lists and layers: what a drafting row reads of the
+        compressed part."""
+        return sum(sum(lists) / len(lists) for lists in self.list_lengths) / max(
+            len(self.layers), 1
+        )
 
     @property
     def is_full(self) -> bool:
         """Whether nothing was dropped in any layer."""
-        return all(n == self.length for n in self.kept)
+        return all(n == self.length for lists in self.list_lengths for n in lists)
+
+    def cpu(self) -> DraftView:
+        """The same view in host memory."""
+        return replace(self, layers=tuple(positions.cpu() for positions in self.layers))
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless every list is ascending, unique and in range."""
-        for positions in self.layers:
+        assert len(self.list_lengths) == len(self.layers)
+        for positions, counts in zip(self.layers, self.list_lengths, strict=True):
             assert positions.ndim == 2, positions.shape
+            assert len(counts) == len(positions) and max(counts) == positions.shape[1], counts
             if positions.numel():
                 assert int(positions.min()) >= 0 and int(positions.max()) < self.length
-                assert bool((positions[:, 1:] > positions[:, :-1]).all())
+            for row, count in zip(positions, counts, strict=True):
+                assert bool((row[1:count] > row[: count - 1]).all()) or count == 0
+                assert count == 0 or bool((row[count:] == row[count - 1]).all())
 
 
 @dataclass

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from sglang_vericache import hooks
+from sglang_vericache.compressors import create
 from sglang_vericache.config import PREFIX, add_cli_args, attach, config_of, from_options
 from sglang_vericache.hooks import Hook
 from sglang_vericache.platform import shims
@@ -105,9 +106,14 @@ def configure(server_args: Any, config: Any) -> None:
     Raises:
         ValueError: the record asks for something VeriCache does not support; names the flag.
     """
-    from sglang_vericache import defaults
+    from sglang_vericache import calibrations, defaults
 
     if config is None or config_of(server_args) is not None:
         return
+    config = config.calibrated(calibrations.of_server(server_args, config.calibration))
+    try:
+        create(config.compressor, config.compressor_settings)
+    except ValueError as error:
+        raise ValueError(f"--vericache-compressor: {error}") from None
     attach(server_args, config)
     defaults.apply(server_args, config)

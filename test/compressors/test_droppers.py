@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sglang_vericache import compressors
-from sglang_vericache.compressors import Rotary, Settings
+from sglang_vericache.compressors import Calibration, Rotary, Settings
+from sglang_vericache.compressors.base import Dropper
 from sglang_vericache.compressors.expected_attention import ExpectedAttention
 from sglang_vericache.compressors.h2o import H2O
 from sglang_vericache.compressors.lagkv import LagKV
@@ -14,9 +15,14 @@ from sglang_vericache.compressors.quest import Quest
 from sglang_vericache.core import Budget
 
 WINDOW, TOKENS = 8, 40
-SETTINGS = Settings(ratio=0.25, min_tokens=TOKENS, window=WINDOW)
+CALIBRATION = Calibration(heads=((0,), (1,)), weights=(0.75, 0.25))
+SETTINGS = Settings(ratio=0.25, min_tokens=TOKENS, window=WINDOW, calibration=CALIBRATION)
 LENGTHS = [0, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, TOKENS - 1, TOKENS, TOKENS + 1, 400]
-METHODS = [*compressors.names(), "snapkv+int4", "snapkv-per-head+int8"]
+BUDGETS = ["snapkv+pyramidkv", "snapkv-per-head+adakv", "snapkv+chunkkv", "streaming+calibrated"]
+METHODS = [
+    *(*compressors.names(), *BUDGETS, "snapkv+int4", "snapkv-per-head+int8"),
+    *("snapkv-per-head+pyramidkv+chunkkv+adakv+int4", "compresskv+chunkkv"),
+]
 CONTROLS = ["identity", "int4", "int8", "random-kv", "streaming"]
 
 
@@ -37,13 +43,17 @@ def test_view_is_valid_at_every_length(context, name, length):
     assert view.length == length
     assert [p.shape[0] for p in view.layers] == [heads, heads]
     assert all(p.dtype == torch.int32 for p in view.layers)
+    budget = SETTINGS.budget
+    assert max(view.kept) <= dropper.longest(length, 2, budget)
     if length <= TOKENS or not dropper.drops:
         assert view.is_full
     elif isinstance(dropper, Quest):
         assert view.kept == (dropper.count(context(length), SETTINGS.budget),) * 2
         assert tokens - dropper.page < view.kept[0] <= tokens
     else:
-        assert view.kept == (tokens, tokens)
+        assert sum(map(sum, view.list_lengths)) == 2 * heads * tokens
+        even = type(dropper).count is Dropper.count and not view.counts
+        assert not even or view.kept == (tokens, tokens)
 
 
 @pytest.mark.parametrize("shape", [{"heads": 2, "kv_heads": 2}, {"heads": 8, "kv_heads": 1}])

@@ -18,6 +18,7 @@ LOSSY = VeriCacheConfig(allow_unverified=True)
         {"draft_len": 0},
         {"compressor": "random-kv"},
         {"compressor": "snapkv+int4", "ratio": 0.1},
+        {"compressor": "snapkv-per-head+adakv+pyramidkv+int4"},
         {"draft_len": 8, "ratio": 0.25, "window": 16, "sinks": 0},
     ],
 )
@@ -49,6 +50,8 @@ def test_accepted(asked):
         ({"kernel": 4}, ["kernel", "odd"]),
         ({"compressor": "zip"}, ["compressor", "'zip'", "snapkv", "streaming"]),
         ({"compressor": "snapkv+int3"}, ["compressor", "'snapkv+int3'", "+int4"]),
+        ({"compressor": "snapkv+adakv"}, ["'snapkv+adakv'", "+adakv where every KV head"]),
+        ({"compressor": "compresskv"}, ["'compresskv'", "vericache calibrate --model-path"]),
         ({"compressor": 3}, ["compressor", "3", "snapkv"]),
         ({"compressor": ["snapkv"]}, ["compressor", "supported"]),
         ([], ["object", "[]"]),

@@ -34,14 +34,20 @@ def views(draw):
     pages = draw(st.integers(1, 8))
     length = pages * page + draw(st.integers(0, page - 1))
     by_head = draw(st.booleans())
-    layers = []
+    layers, counts = [], []
     for _ in range(draw(st.integers(1, 3))):
         count = draw(st.integers(0, length))
         lists = [sorted(draw(st.permutations(range(length)))[:count])]
+        counts.append((count,))
         if by_head:
-            lists.append(sorted(draw(st.permutations(range(length)))[:count]))
+            fewer = draw(st.integers(min(count, 1), count))
+            other = sorted(draw(st.permutations(range(length)))[:fewer])
+            lists.append(other + other[-1:] * (count - fewer))
+            counts[-1] = (count, fewer)
         layers.append(torch.tensor(lists, dtype=torch.int32).view(len(lists), count))
-    return DraftView(tuple(layers), length), pages * page, page
+    view = DraftView(tuple(layers), length, tuple(counts))
+    view.check_integrity()
+    return view, pages * page, page
 
 
 @given(views(), st.data())

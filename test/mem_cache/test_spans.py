@@ -64,6 +64,21 @@ def test_a_copy_survives(lists, codec, dtype):
                 assert torch.equal(target[own[: len(row)], head], source[slots[row], head])
 
 
+def test_lists_of_different_lengths_survive():
+    """A shorter list takes the bytes of its own tokens only, span by span."""
+    _, view, _, keys, values = copied(HEADS, 5 * TOKENS)
+    layers, counts = list(view.layers), [(n,) * HEADS for n in view.kept]
+    layers[1] = layers[1].clone()
+    layers[1][1, 2:] = layers[1][1, 1]
+    counts[1] = (view.kept[1], 2)
+    uneven = DraftView(tuple(layers), view.length, tuple(counts))
+    uneven.check_integrity()
+    copy = join(cut(uneven, keys, values, TOKENS), TOKENS)
+    assert copy.counts.tolist() == [list(lists) for lists in counts]
+    assert torch.equal(copy.keys[1][1], keys[1][1, :2])
+    assert torch.equal(copy.values[1][0], values[1][0])
+
+
 def test_codes_are_fewer_bytes():
     """What a span takes is what its rows take, and some text about them."""
     sizes = {}

@@ -1,5 +1,6 @@
 """The store of draft views: lists of any length per layer, one or several a layer."""
 
+import pytest
 import torch
 
 from sglang_vericache.core import DraftView
@@ -76,3 +77,47 @@ def test_views_in_another_pool_keep_their_lists_when_the_store_grows():
     store.put(1, view(3, 7), SLOTS)
     assert [listed(store, 1, layer) for layer in (0, 1)] == [SLOTS[:3].tolist(), SLOTS[:7].tolist()]
     assert store.lists(torch.tensor([1, 0]), drafting).pool is None
+
+
+class Pool:
+    """Keys and values that name their slot and head."""
+
+    start_layer = 0
+
+    def __init__(self, layers, heads):
+        named = 10.0 * torch.arange(300)[:, None, None] + torch.arange(heads)[:, None]
+        self.buffers = torch.stack([named, -named]).repeat(layers, 1, 1, 1, 1)
+
+    def get_kv_buffer(self, layer):
+        return self.buffers[layer].unbind()
+
+
+def test_lists_of_different_lengths_are_filed_and_copied():
+    """Each head of a layer reads its own tokens and no more, before and after they move."""
+    lists = torch.tensor([[0, 1, 2, 3, 4], [7, 9, 9, 9, 9]], dtype=torch.int32)
+    uneven = DraftView((lists, lists[:, :1]), 100, ((5, 2), (1, 1)))
+    uneven.check_integrity()
+    store = ViewStore(rows=2, layers=2, heads=2, capacity=4, device="cpu")
+    store.put(1, uneven, SLOTS)
+    wanted = [[100, 101, 102, 103, 104], [107, 109]]
+    assert [listed(store, 1, 0, head) for head in range(2)] == wanted
+    assert [listed(store, 1, 1, head) for head in range(2)] == [[100], [107]]
+    assert store.longest(1) == 5
+
+    pool, slots = Pool(2, 2), torch.arange(200, 205)
+    store.relocate(1, pool, slots)
+    for head in range(2):
+        moved = listed(store, 1, 0, head)
+        assert moved == slots[: len(wanted[head])].tolist()
+        keys = pool.get_kv_buffer(0)[0][moved, head, 0]
+        assert keys.tolist() == [10 * slot + head for slot in wanted[head]]
+
+
+def test_a_list_may_not_go_on_behind_its_end():
+    lists = torch.tensor([[0, 1, 2], [7, 9, 8]], dtype=torch.int32)
+    with pytest.raises(AssertionError):
+        DraftView((lists,), 100, ((3, 2),)).check_integrity()
+    with pytest.raises(AssertionError):
+        DraftView((lists[:1],), 100, ((2,),)).check_integrity()
+    lists[1, 2] = 9
+    DraftView((lists,), 100, ((3, 2),)).check_integrity()

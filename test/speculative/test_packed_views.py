@@ -31,7 +31,11 @@ class KV:
 
 
 def state(serial, committed=50, codec="int8", drops=False):
-    dropper = SimpleNamespace(codec=codec, drops=drops)
+    def longest(length, heads, budget):
+        assert heads == HEADS
+        return budget.tokens(length) if drops else length
+
+    dropper = SimpleNamespace(codec=codec, drops=drops, longest=longest)
     settings = SimpleNamespace(budget=Budget(0.5))
     req = SimpleNamespace(finished=lambda: False)
     return SimpleNamespace(
@@ -82,6 +86,25 @@ def test_copies_hold_the_listed_tokens(views, heads):
                 expected = plain[SOURCE[positions[column]].long(), head]
                 found = unpack(packed[slots], DIM)[:, head]
                 torch.testing.assert_close(found, expected, atol=0.03, rtol=0.01)
+
+
+def test_lists_of_different_lengths_share_slots(views):
+    """Entry j of every list is in slot j; a shorter list ends before the others."""
+    views.store.widen(HEADS)
+    lists = torch.tensor([[0, 4, 9, 30], [7, 8, 8, 8], [1, 2, 3, 3]], dtype=torch.int32)
+    view = DraftView((lists,) * LAYERS, 50, ((4, 2, 3),) * LAYERS)
+    view.check_integrity()
+    assert views.file(state(1), view, SOURCE[:50])
+    assert views.usage()["int8"]["used"] == 4
+    filed = views.store.lists(torch.tensor([1]), torch.ones(1, dtype=torch.int32))
+    for layer in range(LAYERS):
+        assert filed.length[layer, 0].tolist() == [4, 2, 3]
+        for head, count in enumerate((4, 2, 3)):
+            start = int(filed.start[layer, 0, head])
+            slots = filed.indices[start : start + count].long()
+            keys = views._kv.buffers[layer][0][SOURCE[lists[head, :count].long()].long(), head]
+            found = unpack(views.pools[0][layer][0][slots], DIM)[:, head]
+            torch.testing.assert_close(found, keys, atol=0.03, rtol=0.01)
 
 
 def test_slots_come_back(views):

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code: 0, or 1 if anything it checks failed.
     """
-    from sglang_vericache.cli import doctor, verify
+    from sglang_vericache.cli import calibrate, doctor, verify
 
     parser = argparse.ArgumentParser(
         prog="vericache",
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (doctor, verify):
+    for module in (doctor, verify, calibrate):
         module.add_command(commands)
     options = parser.parse_args(argv)
     code: int = options.run(options)

@@ -7,12 +7,14 @@ from sglang_vericache.compressors.base import (
     Protected,
     summed_attention,
 )
-from sglang_vericache.compressors.registry import create, names, register, supported
+from sglang_vericache.compressors.calibration import Calibration
+from sglang_vericache.compressors.registry import create, find, names, register, supported
 from sglang_vericache.compressors.rotary import Rotary
 from sglang_vericache.compressors.select import compress, keep_best
 from sglang_vericache.compressors.settings import Settings
 
 __all__ = [
+    "Calibration",
     "Dropper",
     "KeepsEnds",
     "LayerContext",
@@ -21,6 +23,7 @@ __all__ = [
     "Settings",
     "compress",
     "create",
+    "find",
     "keep_best",
     "names",
     "register",

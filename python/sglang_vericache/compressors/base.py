@@ -133,6 +133,9 @@ class Dropper(ABC):
     codec: ClassVar[str | None] = None
     """How the copy that drafts read is packed (``sgl_kernel_ext.CODECS``); None: there is no copy,
     they read what is listed in the KV pool itself."""
+    floor_share: ClassVar[float] = 1.0
+    """What each list of a layer surely gets, as a share of an equal part; the rest goes to the best
+    scores of all lists. 1: all lists of a layer are equally long."""
     refreshable: ClassVar[bool] = False
     """Whether the view should be chosen anew after verify passes, from their queries."""
 
@@ -147,8 +150,16 @@ class Dropper(ABC):
         return Protected()
 
     def count(self, ctx: LayerContext, budget: Budget) -> int:
-        """Tokens to keep of this layer, in ``[0, ctx.length]``."""
+        """Tokens to keep of this layer, in ``[0, ctx.length]``; a mean over lists."""
         return budget.tokens(ctx.length)
+
+    def longest(self, length: int, kv_heads: int, budget: Budget) -> int:
+        """Most tokens that any list of a view of ``length`` tokens can have."""
+        return budget.tokens(length)
+
+    def sure(self, count: int) -> int:
+        """Tokens that each list of a layer gets whatever the others score; at least 1 of any."""
+        return min(count, max(1, int(self.floor_share * count)))
 
     @abstractmethod
     def score(self, ctx: LayerContext) -> Tensor:

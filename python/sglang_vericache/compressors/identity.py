@@ -25,6 +25,9 @@ class Identity(Dropper):
     name: ClassVar[str] = "identity"
     drops: ClassVar[bool] = False
 
+    def longest(self, length: int, kv_heads: int, budget: Budget) -> int:
+        return length
+
     def count(self, ctx: LayerContext, budget: Budget) -> int:
         return ctx.length
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from sglang_vericache.compressors.base import Dropper
+from sglang_vericache.compressors.composition import composed, suffixes
+from sglang_vericache.compressors.compresskv import CompressKV
 from sglang_vericache.compressors.expected_attention import ExpectedAttention
 from sglang_vericache.compressors.h2o import H2O
 from sglang_vericache.compressors.identity import Identity
@@ -12,7 +14,7 @@ from sglang_vericache.compressors.keydiff import KeyDiff
 from sglang_vericache.compressors.knorm import Knorm
 from sglang_vericache.compressors.kvpress import FAMILY, press_method
 from sglang_vericache.compressors.lagkv import LagKV
-from sglang_vericache.compressors.quantizers import CODECS, Int4, Int8, quantized
+from sglang_vericache.compressors.quantizers import Int4, Int8
 from sglang_vericache.compressors.quest import Quest
 from sglang_vericache.compressors.random_kv import RandomKV
 from sglang_vericache.compressors.settings import Settings
@@ -42,36 +44,44 @@ def names() -> list[str]:
 
 def supported() -> str:
     """What ``create`` takes, in words."""
-    suffixes = " or ".join(f"+{codec}" for codec in CODECS)
     listed = f"{', '.join(names())}, {FAMILY}:PRESS with a scorer of kvpress"
-    return f"{listed}; a method that drops tokens also with {suffixes}"
+    return f"{listed}; {suffixes()}"
 
 
-def create(name: str, settings: Settings) -> Dropper:
-    """Build the method ``name`` from those settings it declares as fields.
+def find(name: str) -> type[Dropper]:
+    """The class of ``name``: of a registered method, or of one with budgets and a codec.
 
     Args:
-        name: a registered one, ``kvpress:`` and a class of that package, or such a one and a codec:
-            ``snapkv+int4``.
+        name: a registered one, or ``kvpress:`` and a class of that package; budgets and a codec may
+            follow: ``snapkv+int4``, ``snapkv+pyramidkv+int4``.
 
     Raises:
         ValueError: no such method; the message lists the supported ones. A press that cannot be
             used here; the message says why.
     """
-    base, plus, codec = name.partition("+")
+    base, *parts = name.split("+")
     family, _, press = base.partition(":")
-    cls = press_method(press) if family == FAMILY else _CLASSES.get(base)
-    if cls is None or (plus and (codec not in CODECS or cls.codec)):
+    method = press_method(press) if family == FAMILY else _CLASSES.get(base)
+    cls = composed(method, parts) if method else None
+    if cls is None:
         raise ValueError(f"unknown compressor {name!r}; supported: {supported()}")
-    if codec:
-        cls = quantized(cls, codec)
+    return cls
+
+
+def create(name: str, settings: Settings) -> Dropper:
+    """Build the method ``name``, as ``find`` takes it, from those settings it declares as fields.
+
+    Raises:
+        ValueError: no such method, or the settings lack what it needs.
+    """
+    cls = find(name)
     known = {field.name for field in fields(Settings)}
     chosen = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name in known}  # type: ignore[arg-type]
     return cls(**chosen)
 
 
 for _cls in (
-    *(ExpectedAttention, H2O, Identity, Int4, Int8, KeyDiff, Knorm, LagKV, Quest, RandomKV),
-    *(SnapKV, SnapKVPerHead, StreamingLLM, TOVA),
+    *(CompressKV, ExpectedAttention, H2O, Identity, Int4, Int8, KeyDiff, Knorm, LagKV, Quest),
+    *(RandomKV, SnapKV, SnapKVPerHead, StreamingLLM, TOVA),
 ):
     register(_cls)

@@ -27,6 +27,7 @@ def compress(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -
         ValueError: ``dropper.score`` returned another shape than its contract says.
     """
     views: list[Tensor] = []
+    counts: list[tuple[int, ...]] = []
     length = 0
     for ctx in layers:
         length = ctx.length
@@ -34,14 +35,19 @@ def compress(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -
         count = dropper.count(ctx, budget)
         if count >= length:
             everything = torch.arange(length, dtype=torch.int32, device=ctx.device)
-            views.append(everything.repeat(heads, 1))
-            continue
-        scores = dropper.score(ctx)
-        if scores.shape != (heads, length):
-            expected = [heads, length]
-            raise ValueError(f"{dropper.name}: scores {list(scores.shape)}, expected {expected}")
-        views.append(keep_best(scores, count, dropper.protected))
-    return DraftView(tuple(views), length)
+            kept, lists = everything.repeat(heads, 1), (length,) * heads
+        else:
+            scores = dropper.score(ctx)
+            if scores.shape != (heads, length):
+                expected = [heads, length]
+                raise ValueError(
+                    f"{dropper.name}: scores {list(scores.shape)}, expected {expected}"
+                )
+            kept, lists = keep_best_of_all(scores, count, dropper.sure(count), dropper.protected)
+        views.append(kept)
+        counts.append(lists)
+    uneven = any(len(set(lists)) > 1 for lists in counts)
+    return DraftView(tuple(views), length, tuple(counts) if uneven else ())
 
 
 def keep_best(scores: Tensor, count: int, protected: Protected = NOTHING) -> Tensor:
@@ -54,18 +60,56 @@ def keep_best(scores: Tensor, count: int, protected: Protected = NOTHING) -> Ten
         scores: ``[Hs, T]``, not changed.
         count: in ``[0, T]``.
     """
-    heads, length = scores.shape
     if count == 0:
-        return scores.new_empty((heads, 0), dtype=torch.int32)
+        return scores.new_empty((len(scores), 0), dtype=torch.int32)
+    kept = _best(_protect(scores, count, protected), count)
+    return kept.nonzero()[:, 1].view(len(scores), count).to(torch.int32)
+
+
+def keep_best_of_all(
+    scores: Tensor, count: int, sure: int, protected: Protected = NOTHING
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Positions of the ``Hs * count`` highest scores of all rows, at least ``sure`` of each.
+
+    Equal scores: the lower row wins, then the lower position. Protected tokens of every row come
+    first, as in ``keep_best``, then the ``sure`` best of each.
+
+    Args:
+        scores: ``[Hs, T]``, not changed.
+        count: mean number of a row, in ``[0, T]``.
+        sure: in ``[min(1, count), count]``; protected tokens count.
+
+    Returns:
+        int32 ``[Hs, n]`` and the number of each row, as in ``DraftView``.
+    """
+    if sure == count:
+        return keep_best(scores, count, protected), (count,) * len(scores)
+    scores = _protect(scores, count, protected)
+    scores = scores.masked_fill_(_best(scores, sure), ALWAYS)
+    kept = _best(scores.view(1, -1), count * len(scores)).view_as(scores)
+    counts = kept.sum(dim=1)
+    ends = counts.cumsum(0)
+    entries = torch.arange(int(counts.max()), device=scores.device).expand(len(scores), -1)
+    entries = entries.minimum(counts[:, None] - 1) + (ends - counts)[:, None]
+    return kept.nonzero()[:, 1][entries].to(torch.int32), tuple(counts.tolist())
+
+
+def _protect(scores: Tensor, count: int, protected: Protected) -> Tensor:
+    """Scores in float32 with protected tokens above all others; a copy."""
+    length = scores.shape[1]
     scores = scores.float().nan_to_num(NEVER, posinf=ALWAYS, neginf=NEVER)
     sinks = min(protected.sinks, count)
     wanted = max(protected.recent, int(protected.recent_share * count))
     recent = min(wanted, count - sinks)
     scores[:, :sinks] = ALWAYS
     scores[:, length - recent :] = ALWAYS
+    return scores
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Where the ``count`` highest scores of each row are, bool ``[Hs, T]``."""
     # NOTE: topk's choice among equal scores is unspecified; only its smallest value is used.
     threshold = scores.topk(count, dim=1).values[:, -1:]
     above, tied = scores > threshold, scores == threshold
     missing = count - above.sum(dim=1, keepdim=True)
-    kept = above | (tied & (tied.cumsum(dim=1) <= missing))
-    return kept.nonzero()[:, 1].view(heads, count).to(torch.int32)
+    return above | (tied & (tied.cumsum(dim=1) <= missing))

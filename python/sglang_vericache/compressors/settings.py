@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from sglang_vericache.compressors.calibration import Calibration
 from sglang_vericache.core import Budget
 
 
@@ -21,6 +22,7 @@ class Settings:
         recent: share of the budget that goes to the latest tokens, in [0, 1]; at least ``window``.
         kernel: width of the average pooling over scores, in tokens; odd.
         seed: of the random control.
+        calibration: of the server's model, if there is one; found at start, not set by hand.
     """
 
     ratio: float = 0.1
@@ -30,13 +32,14 @@ class Settings:
     recent: float = 0.4
     kernel: int = 5
     seed: int = 0
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            numbers = (int, float) if field.name in ("ratio", "recent") else (int,)
+        for name in NUMBERS:
+            value = getattr(self, name)
+            numbers = (int, float) if name in ("ratio", "recent") else (int,)
             if isinstance(value, bool) or not isinstance(value, numbers):
-                raise ValueError(f"{field.name} must be a number, not {value!r}")
+                raise ValueError(f"{name} must be a number, not {value!r}")
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"ratio must be in (0, 1], not {self.ratio}")
         if not 0.0 <= self.recent <= 1.0:
@@ -58,12 +61,17 @@ class Settings:
             ValueError: an unknown key, an invalid value, or one above the server's; it names the
                 key and what is supported.
         """
-        allowed = [field.name for field in fields(self) if field.name != "seed"]
         for key in changes:
-            if key not in allowed:
-                raise ValueError(f"unknown setting {key!r}; supported: {', '.join(allowed)}")
+            if key not in NARROWABLE:
+                raise ValueError(f"unknown setting {key!r}; supported: {', '.join(NARROWABLE)}")
         result = replace(self, **changes)
         for key, value in changes.items():
             if value > getattr(self, key):
                 raise ValueError(f"{key} may be at most {getattr(self, key)} here, not {value}")
         return result
+
+
+NUMBERS = tuple(field.name for field in fields(Settings) if field.name != "calibration")
+"""Settings that a user may set."""
+NARROWABLE = tuple(name for name in NUMBERS if name != "seed")
+"""Settings that a request may narrow."""

@@ -7,12 +7,12 @@ On a stock server all of this is inert.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from sglang_vericache.compressors import Settings, create
+from sglang_vericache.compressors import create
+from sglang_vericache.compressors.settings import NARROWABLE
 from sglang_vericache.config import VeriCacheConfig, config_of
 from sglang_vericache.hooks import Hook
 from sglang_vericache.sampling.requests import assign_seed, check_supported
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 KEY = "vericache"
 WHERE = f"custom_params.{KEY}"
-NARROWABLE = tuple(field.name for field in fields(Settings) if field.name != "seed")
 OPTIONS = (*CHOICES, *NARROWABLE)
 
 
@@ -33,7 +32,7 @@ def check_options(asked: Any, config: VeriCacheConfig) -> None:
 
     Args:
         asked: the value as it came: ``enabled`` and ``unverified`` (bool), ``draft_len`` (int),
-            ``compressor`` (a registered name) and the settings ``NARROWABLE``.
+            ``compressor`` (a name as the flag takes it) and the settings ``NARROWABLE``.
         config: of the server; no number may exceed its own.
 
     Raises:

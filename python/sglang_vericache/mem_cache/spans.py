@@ -73,14 +73,16 @@ def cut(
     Args:
         view: what is listed, on the host.
         keys, values: per layer ``[Hv, n, W]``, the rows of the listed tokens, on the host; see
-            ``CompressedCopy``.
+            ``CompressedCopy``. Those after the end of a shorter list are not written.
         tokens: length of a span.
     """
     borders = torch.arange(0, view.length + 1, tokens, dtype=torch.int32)
     # [L][Hv, spans + 1]: where each span begins in each list.
     starts = [
-        torch.searchsorted(lists.contiguous(), borders.expand(len(lists), -1).contiguous()).tolist()
-        for lists in view.layers
+        torch.searchsorted(lists.contiguous(), borders.expand(len(lists), -1).contiguous())
+        .minimum(torch.tensor(counts)[:, None])
+        .tolist()
+        for lists, counts in zip(view.layers, view.list_lengths, strict=True)
     ]
     blobs = []
     for span in range(len(borders) - 1):

@@ -29,7 +29,10 @@ SAMPLE_BYTES = 4096
 BLOCKS = 256
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Files that are no weights and do not shape KV.
-IGNORED = ("tokenizer", "generation_config", "chat_template", "special_tokens", "vocab", "merges")
+IGNORED = (
+    *("tokenizer", "generation_config", "chat_template", "special_tokens", "vocab", "merges"),
+    "vericache_calibration",
+)
 FIELDS = (
     *("dtype", "quantization", "kv_cache_dtype", "load_format", "json_model_override_args"),
     *("model_impl", "device", "attention_backend", "tp_size", "pp_size"),
@@ -87,6 +90,16 @@ def weights_digest(model_path: str, revision: str | None = None) -> str:
     if not files:
         logger.warning("%s is no local checkpoint: stored KV is not shared", model_path)
         return secrets.token_hex(DIGEST_BYTES)
+    return _digest(files)
+
+
+def tensors_digest(model_path: str, revision: str | None = None) -> str | None:
+    """As ``weights_digest``, of the weight files alone; None if there are none."""
+    files = [path for path in _files(model_path, revision) if path.suffix in WEIGHTS]
+    return _digest(files) if files else None
+
+
+def _digest(files: list[Path]) -> str:
     found = hashlib.sha256()
     for path in files:
         found.update(f"{path.name}:{path.stat().st_size}\n".encode())
@@ -95,7 +108,8 @@ def weights_digest(model_path: str, revision: str | None = None) -> str:
     return found.hexdigest()
 
 
-def _files(model_path: str, revision: str | None) -> list[Path]:
+def checkpoint_folder(model_path: str, revision: str | None = None) -> Path | None:
+    """Where a checkpoint lies on this machine; None if it does not."""
     root = Path(model_path)
     if not root.is_dir():
         from huggingface_hub import snapshot_download
@@ -108,7 +122,14 @@ def _files(model_path: str, revision: str | None) -> list[Path]:
         try:
             root = Path(snapshot_download(model_path, revision=revision, local_files_only=True))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-            return []
+            return None
+    return root
+
+
+def _files(model_path: str, revision: str | None) -> list[Path]:
+    root = checkpoint_folder(model_path, revision)
+    if root is None:
+        return []
     wanted = (*WEIGHTS, ".json", ".py")
     files = (path for path in sorted(root.iterdir()) if path.suffix in wanted)
     return [path for path in files if not path.name.startswith(IGNORED)]

@@ -39,6 +39,13 @@ def gather_listed(buffer: Tensor, lists: Tensor) -> Tensor:
     return buffer[lists, heads].transpose(0, 1)
 
 
+def _lengths(view: DraftView, like: Tensor) -> Tensor:
+    """``[L, heads]`` listed tokens of every layer and head, as ``like`` ``[L, rows, heads]``."""
+    heads = like.shape[-1]
+    by_head = [lists * heads if len(lists) == 1 else lists for lists in view.list_lengths]
+    return torch.tensor(by_head, dtype=like.dtype, device=like.device)
+
+
 class ViewStore:
     """Slot lists of all running requests.
 
@@ -125,9 +132,8 @@ class ViewStore:
             self._grow(max(view.kept))
         self._kept[row] = view.kept
         for layer, positions in enumerate(view.layers):
-            count = positions.shape[1]
-            self.indices[row, layer, :, :count] = slots[positions.long()]
-            self.length[layer, row] = count
+            self.indices[row, layer, :, : positions.shape[1]] = slots[positions.long()]
+        self.length[:, row] = _lengths(view, self.length)
 
     def put_elsewhere(self, row: int, view: DraftView, slots: Tensor, pool: int) -> None:
         """File a view whose tokens were copied to another pool.
@@ -145,8 +151,7 @@ class ViewStore:
         self._kept[row], self._elsewhere[row] = view.kept, slots
         self.pool[row] = pool
         self._share(row, slots)
-        kept = torch.tensor(view.kept, dtype=torch.int32)
-        self.length[:, row] = kept[:, None].to(self.length.device)
+        self.length[:, row] = _lengths(view, self.length)
 
     def forget(self, row: int) -> None:
         """Forget a view that is in another pool."""

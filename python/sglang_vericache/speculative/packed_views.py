@@ -98,7 +98,8 @@ class PackedViews:
         assert dropper.codec is not None and not self.holds(state)
         if not self._is_affordable(dropper.codec):
             return False
-        wanted = state.settings.budget.tokens(committed) if dropper.drops else committed
+        _, heads, _ = self._kv.get_key_buffer(self._kv.start_layer).shape
+        wanted = dropper.longest(committed, heads, state.settings.budget)
         return self.pool(dropper.codec).available() + self._lent_of(dropper.codec) >= wanted
 
     def file(self, state: RequestState, view: DraftView, slots: Tensor) -> bool:

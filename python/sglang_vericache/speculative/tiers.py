@@ -127,8 +127,10 @@ class Tiers:
             return 0
         if config.tier != "host" and not self._should_leave(length, newcomer=length):
             return 0
-        kept = 0 if chosen.dropper.codec else chosen.settings.budget.tokens(length)
-        return length - kept
+        if chosen.dropper.codec:
+            return length
+        heads, budget = self._chooser.num_kv_heads, chosen.settings.budget
+        return length - chosen.dropper.longest(length, heads, budget)
 
     def _may_leave(self, state: RequestState) -> bool:
         """Whether a request can leave its full KV to the host, and room is won by it."""
@@ -190,8 +192,7 @@ class Tiers:
         tokens = [*req.origin_input_ids, *req.output_ids][: view.length]
         names = spans.names(tokens, req.extra_key, req.cache_salt)
         if names and spans.wants(names):
-            on_host = DraftView(tuple(lists.cpu() for lists in view.layers), view.length)
-            spans.publish(names, on_host, *self._chooser.listed(state, view))
+            spans.publish(names, view.cpu(), *self._chooser.listed(state, view))
 
     def _offload(self, state: RequestState, view: DraftView) -> None:
         store, packed = self._chooser.store, self._chooser.packed.holds(state)
