@@ -7,11 +7,11 @@ PORT ?= 30000
 ARGS ?=
 PY := .venv/bin/python
 
-.PHONY: help env model serve test test-all test-fast demo bench soak lint format clean
+.PHONY: help env model serve test test-all test-fast demo bench fidelity soak lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo 'ARGS="..." passes more flags to serve, test, test-fast, demo, bench and soak.'
+	@echo 'ARGS="..." passes more flags to serve, the tests, demo, bench, fidelity and soak.'
 
 env: ## set up the environment; prints its Python as the last line (make -sC DIR env)
 	@$(PYTHON) scripts/make_env.py
@@ -37,6 +37,9 @@ demo: model ## the proof on one screen: full KV, compressed only and VeriCache, 
 
 bench: model ## decode throughput: stock SGLang, VeriCache off, VeriCache on
 	@$(PY) benchmark/decode.py $(ARGS)
+
+fidelity: model ## how well each compressor drafts on six tasks of real text, off the server
+	@$(PY) benchmark/fidelity.py $(ARGS)
 
 soak: model ## 30 minutes of mixed load on the host tier: every answer, memory and slots checked
 	@$(PY) benchmark/soak.py $(ARGS)

@@ -16,8 +16,6 @@ from sglang_vericache.core import Budget, DraftView
 
 DRAFT = 16
 """Tokens of a draft."""
-STRIDE = 8
-"""Tokens between the starts of two drafts."""
 
 # Attention of the last w queries, by layer, tokens and w: equal for many methods and all budgets.
 Memo = dict[tuple[int, int, int], Tensor]
@@ -28,8 +26,8 @@ class Outcome:
     """One method at one budget on one prompt.
 
     Attributes:
-        drafts: per draft of up to ``DRAFT`` tokens, which of its tokens the full KV agrees with,
-            given that all before it were right.
+        drafts: the text in drafts of up to ``DRAFT`` tokens, each behind verified text: which of
+            its tokens the full KV agrees with, given that all before it were right.
         kl: of the same rows, KL(full || draft) in nats.
         unverified: tokens that decoding from the view alone gets right before its first wrong one.
         text: tokens of the text.
@@ -62,36 +60,32 @@ def measure(
     """
     codec = CODECS[dropper.codec] if dropper.codec else None
     view = choose(dropper, reference.prompt, budget, memo)
-    whole, *later = chains(reference.rows)
-    plan = [(view, [whole, *later])]
+    first, *later = chains(reference.rows)
+    plan = [(view, [first, *later])]
     if refresh and dropper.refreshable:
-        plan = [(view, [whole])]
+        plan = [(view, [first])]
         for chain in later:
             plan.append((choose(dropper, reference.upto(chain.start), budget, memo), [chain]))
     log_probs = model.draft(reference, plan, codec).log_softmax(-1)
-    targets = torch.tensor([reference.tokens[row + 1] for c in (whole, *later) for row in c.span])
-    agrees = (log_probs.argmax(-1) == targets).tolist()
-    drafts, kl, at = [], [], 0
-    for chain in (whole, *later):
-        rows = min(chain.rows, DRAFT)
-        drafts.append(agrees[at : at + rows])
-        exact = reference.log_probs[chain.start : chain.start + rows]
-        kl += (exact.exp() * (exact - log_probs[at : at + rows])).sum(-1).tolist()
-        at += chain.rows
+    agrees = (log_probs.argmax(-1) == torch.tensor(reference.tokens[1:])).tolist()
+    drafts = [[agrees[row] for row in chain.span] for chain in (first, *later)]
+    alone = drafts[0]
+    if later and all(alone):
+        logits = model.draft(reference, [(view, [Chain(0, reference.rows)])], codec)
+        alone = (logits.argmax(-1) == torch.tensor(reference.tokens[1:])).tolist()
     return Outcome(
         drafts,
-        kl,
-        unverified=[*agrees[: whole.rows], False].index(False),
-        text=whole.rows,
+        kl=(reference.log_probs.exp() * (reference.log_probs - log_probs)).sum(-1).tolist(),
+        unverified=[*alone, False].index(False),
+        text=reference.rows,
         kv_bytes=view_bytes(view, reference.prompt[0], codec),
         full_bytes=reference.kv_bytes,
     )
 
 
 def chains(rows: int) -> list[Chain]:
-    """The whole text, whose beginning is the first draft, and the drafts that begin later."""
-    later = range(STRIDE, rows - DRAFT + 1, STRIDE)
-    return [Chain(0, rows)] + [Chain(start, DRAFT) for start in later]
+    """A text cut into drafts."""
+    return [Chain(start, min(DRAFT, rows - start)) for start in range(0, rows, DRAFT)]
 
 
 def choose(dropper: Dropper, layers: list[LayerKV], budget: Budget, memo: Memo) -> DraftView:

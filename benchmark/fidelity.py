@@ -2,9 +2,10 @@
 
 Per prompt the full KV decodes a greedy text. Then each method compresses the prompt's KV, with the
 code that a server runs, and one teacher-forced pass over the text (``_offline.py`` says why one is
-enough) tells which tokens a draft from the view would get right: drafts of 16 tokens that start
-every 8, behind verified text, and the whole text from the view alone. Views are chosen once, after
-the prompt; ``--refresh`` chooses them anew before every draft.
+enough) tells which tokens drafts from the view would get right: the text cut into drafts of 16
+tokens, each behind verified text. Where the first of them is right, a second pass reads the whole
+text from the view alone. Views are chosen once, after the prompt; ``--refresh`` chooses them anew
+before every draft.
 
 Prints one table a task; the last line is the result as JSON. Greedy texts are kept beside the
 embedded model, so that all runs measure the same ones.
@@ -21,6 +22,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,24 +41,25 @@ Point = tuple[str, float]
 
 def main() -> None:
     args = _arguments()
+    if args.plots:
+        # Before anything is measured: it needs matplotlib.
+        from _fidelity_plots import draw
     path = ensure_embedded_model()
     settings = {key: getattr(args, key) for key in ("prompts", "new_tokens", "max_context")}
     settings |= {"refresh": args.refresh}
     rows = _earlier(args.json, settings)
-    droppers = dict(_droppers(args.methods, args.budgets))
     model = OfflineModel(path)
     texts = TaskTexts(AutoTokenizer.from_pretrained(path))
     for task in args.tasks:
         cases = list(texts.cases(task, args.prompts + (task == "needle"), args.max_context))
-        new = _measure_task(args, model, path, task, cases, droppers, texts)
+        new = _measure_task(args, model, path, task, cases, texts)
         rows = _replaced(rows, new)
         if args.json:
             args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    print(f"\n{overview(rows)}")
     for task in dict.fromkeys(row["task"] for row in rows):
         print(f"\n{table([row for row in rows if row['task'] == task])}")
     if args.plots:
-        from _fidelity_plots import draw
-
         draw(rows, args.plots)
     print(json.dumps({"settings": settings, "rows": rows}))
 
@@ -79,6 +82,10 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.tasks) - set(TASKS):
         parser.error(f"unknown task {', '.join(unknown)}; supported: {', '.join(TASKS)}")
+    try:
+        args.droppers = dict(_droppers(args.methods, args.budgets))
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -107,9 +114,9 @@ def _measure_task(
     path: Path,
     task: str,
     cases: Sequence[Case],
-    droppers: dict[Point, tuple[Dropper, Settings]],
     texts: TaskTexts,
 ) -> list[Row]:
+    droppers: dict[Point, tuple[Dropper, Settings]] = args.droppers
     outcomes: dict[Point, list[Outcome]] = {point: [] for point in droppers}
     right: list[bool] = []
     queries = max(dropper.query_rows for dropper, _ in droppers.values())
@@ -173,6 +180,32 @@ def _replaced(rows: list[Row], new: list[Row]) -> list[Row]:
     return sorted(merged.values(), key=lambda row: (order.index(row["task"]), *key(row)[1:]))
 
 
+def overview(rows: Sequence[Row]) -> str:
+    """Agreement of all tasks beside each other, in Markdown; then the mean of accepted tokens."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    by_point: dict[Point, dict[str, Row]] = {}
+    for row in rows:
+        by_point.setdefault((row["method"], row["budget"]), {})[row["task"]] = row
+    lines = [
+        f"| method | budget | share of bytes | {' | '.join(tasks)} | mean | accepted of 8 |",
+        "|---" * (len(tasks) + 5) + "|",
+    ]
+    for (method, budget), found in by_point.items():
+        mean = {key: fmean(r[key] for r in found.values()) for key in ("agreement", "kv_share")}
+        accepted = [r["accepted_8"] for r in found.values() if r["accepted_8"] is not None]
+        cells = [
+            *(method, _percent(budget), f"{mean['kv_share']:.3f}"),
+            *(f"{found[task]['agreement']:.2f}" if task in found else "-" for task in tasks),
+            *(f"{mean['agreement']:.3f}", f"{fmean(accepted):.2f}" if accepted else "-"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _percent(budget: float) -> str:
+    return "all" if budget == 1 else f"{100 * budget:g}%"
+
+
 def table(rows: Sequence[Row]) -> str:
     """One task in Markdown."""
     head = rows[0]
@@ -185,10 +218,10 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        budget = "all" if row["budget"] == 1 else f"{row['budget']:.0%}"
         accepted = ("-" if (n := row[f"accepted_{k}"]) is None else f"{n:.1f}" for k in (8, 16))
         cells = [
-            *(row["method"], budget, f"{row['kv_bytes'] / 1e6:.2f} MB", f"{row['kv_share']:.3f}"),
+            *(row["method"], _percent(row["budget"])),
+            *(f"{row['kv_bytes'] / 1e6:.2f} MB", f"{row['kv_share']:.3f}"),
             *(f"{row['agreement']:.3f}", *accepted),
             *(f"{row['identical_unverified']:.0%}", f"{row['kl']:.3f}"),
         ]
