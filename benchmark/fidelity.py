@@ -21,6 +21,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,6 +33,7 @@ from _fidelity import Memo, Outcome, measure, summary
 from _fidelity_tasks import TASKS, Case, TaskTexts
 from _offline import OfflineModel, Reference
 from _sweep import say
+from sglang_vericache import calibrations
 from sglang_vericache.compressors import Dropper, Settings, create, names
 from sglang_vericache.embedded_model import MANIFEST, cache_home, ensure_embedded_model
 
@@ -101,10 +103,11 @@ def _droppers(
     methods: Sequence[str], budgets: Sequence[float]
 ) -> Iterator[tuple[Point, tuple[Dropper, Settings]]]:
     """Methods at all budgets; those that keep every token once, as 1."""
+    base = Settings(min_tokens=0, calibration=calibrations.find(str(ensure_embedded_model())))
     for name in methods:
-        keeps_all = not create(name, Settings()).drops
+        keeps_all = not create(name, base).drops
         for budget in [1.0] if keeps_all else budgets:
-            settings = Settings(ratio=budget, min_tokens=0)
+            settings = replace(base, ratio=budget)
             yield (name, budget), (create(name, settings), settings)
 
 
