@@ -11,7 +11,13 @@ from torch import Tensor
 
 from _offline import Chain, LayerKV, OfflineModel, Reference, per_head
 from sgl_kernel_ext import CODECS, Codec
-from sglang_vericache.compressors import Dropper, LayerContext, compress, summed_attention
+from sglang_vericache.compressors import (
+    Dropper,
+    LayerContext,
+    Rotary,
+    compress,
+    summed_attention,
+)
 from sglang_vericache.core import Budget, DraftView
 
 DRAFT = 16
@@ -59,13 +65,14 @@ def measure(
             from the tokens verified so far and their queries.
     """
     codec = CODECS[dropper.codec] if dropper.codec else None
-    view = choose(dropper, reference.prompt, budget, memo)
+    view = choose(dropper, reference.prompt, budget, memo, model.rotary)
     first, *later = chains(reference.rows)
     plan = [(view, [first, *later])]
     if refresh and dropper.refreshable:
         plan = [(view, [first])]
         for chain in later:
-            plan.append((choose(dropper, reference.upto(chain.start), budget, memo), [chain]))
+            known = reference.upto(chain.start)
+            plan.append((choose(dropper, known, budget, memo, model.rotary), [chain]))
     log_probs = model.draft(reference, plan, codec).log_softmax(-1)
     agrees = (log_probs.argmax(-1) == torch.tensor(reference.tokens[1:])).tolist()
     drafts = [[agrees[row] for row in chain.span] for chain in (first, *later)]
@@ -88,12 +95,16 @@ def chains(rows: int) -> list[Chain]:
     return [Chain(start, min(DRAFT, rows - start)) for start in range(0, rows, DRAFT)]
 
 
-def choose(dropper: Dropper, layers: list[LayerKV], budget: Budget, memo: Memo) -> DraftView:
+def choose(
+    dropper: Dropper, layers: list[LayerKV], budget: Budget, memo: Memo, rotary: Rotary
+) -> DraftView:
     """The draft view that a method chooses."""
-    return compress(dropper, _contexts(layers, dropper.query_rows, memo), budget)
+    return compress(dropper, _contexts(layers, dropper.query_rows, memo, rotary), budget)
 
 
-def _contexts(layers: list[LayerKV], query_rows: int, memo: Memo) -> Iterator[LayerContext]:
+def _contexts(
+    layers: list[LayerKV], query_rows: int, memo: Memo, rotary: Rotary
+) -> Iterator[LayerContext]:
     for index, kv in enumerate(layers):
 
         def attention(rows: Tensor, index: int = index, kv: LayerKV = kv) -> Tensor:
@@ -114,6 +125,7 @@ def _contexts(layers: list[LayerKV], query_rows: int, memo: Memo) -> Iterator[La
             gather_keys=kv.keys.clone,
             gather_values=kv.values.clone,
             key_scores=attention,
+            rotary=rotary,
         )
 
 

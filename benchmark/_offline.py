@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sgl_kernel_ext import Codec
 from sgl_kernel_ext.reference.packed import pack, unpack
+from sglang_vericache.compressors import Rotary
 from sglang_vericache.core import DraftView
 
 ATTENTION = "vericache-offline"
@@ -123,6 +124,9 @@ class OfflineModel:
         self._bf16, self._fp32 = (load(dtype=t).eval() for t in (torch.bfloat16, torch.float32))
         end = self._fp32.generation_config.eos_token_id
         self.ends = set(end if isinstance(end, list) else [end])
+        positions = torch.arange(self._fp32.config.max_position_embeddings)[None]
+        halves = self._fp32.model.rotary_emb(torch.zeros(1), positions)  # twice the same half
+        self.rotary = Rotary(torch.cat([x[0].chunk(2, dim=-1)[0] for x in halves], dim=-1))
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], query_rows: int) -> tuple[list[LayerKV], int]:

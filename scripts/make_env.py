@@ -98,7 +98,9 @@ def ensure_overlay(shared: Path) -> None:
     run([python, "setup.py", "-q", "egg_info"], cwd=KERNELS)
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     run([python, *install, "--editable", str(REPO)])
-    run([python, *install, "--requirement", str(CHECKOUT_REQUIREMENTS)])
+    compared = [python, *install, "--requirement", str(CHECKOUT_REQUIREMENTS)]
+    if subprocess.run(compared, stdout=sys.stderr).returncode != 0:
+        say("WARNING: kvpress could not be installed; tests that compare with it are skipped")
     # The shared `sglang` command would start the shared interpreter, which knows no plugin.
     script = OVERLAY / "bin" / "sglang"
     text = (shared / "bin" / "sglang").read_text()

@@ -84,6 +84,8 @@ def test_a_file_serves_the_weights_it_was_made_from_and_no_others(tiny, tmp_path
             find(model, file=str(tmp_path / "a.json"))
         beside.write_text(beside.read_text().replace(tensors_digest(str(tiny)), "f" * 64))
         assert find(str(tiny)) is None and "other weights" in caplog.text
+        beside.write_text(beside.read_text()[:-9])  # a server that needs none starts all the same
+        assert find(str(tiny)) is None and "no calibration file" in caplog.text
     finally:
         beside.unlink()
     (tmp_path / "empty").mkdir()
@@ -125,6 +127,22 @@ def test_a_request_may_ask_for_it_where_there_is_a_file():
     with pytest.raises(ValueError, match="unknown key 'calibration'"):
         check_options({"calibration": None}, config)
     json.dumps(config.as_dict())
+
+
+def test_it_is_checked_against_the_model():
+    FOUND.check(len(FOUND.heads), 1 + max(map(max, FOUND.heads)))
+    for layers, heads in ((len(FOUND.heads) + 1, 64), (len(FOUND.heads), 1)):
+        with pytest.raises(ValueError, match="another model"):
+            FOUND.check(layers, heads)
+
+
+def test_auto_takes_layer_budgets_where_there_are_some():
+    config = from_options({"vericache_compressor": "auto"})
+    assert config.calibrated(None).compressor == "snapkv"
+    found = config.calibrated(FOUND)
+    assert found.compressor == "snapkv+calibrated"
+    assert create(found.compressor, found.compressor_settings).calibration == FOUND
+    assert from_options({"vericache_compressor": "knorm"}).calibrated(FOUND).compressor == "knorm"
 
 
 def test_what_the_probe_shows_is_what_the_model_computes(tiny):

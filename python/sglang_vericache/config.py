@@ -25,6 +25,10 @@ MODES = {
     "off": "plain decoding with the same kernels (the reference of exactness level X1)",
 }
 
+# The method that drafts best in docs/fidelity.md, at the price of one list a layer: with the layer
+# budgets of a calibration file, and without one.
+AUTO = "auto"
+BEST_CALIBRATED, BEST = "snapkv+calibrated", "snapkv"
 
 TIERS = {
     "resident": "full KV stays on the device",
@@ -53,7 +57,8 @@ class VeriCacheConfig:
 
     Attributes:
         mode: see ``MODES``.
-        compressor: name of a registered compressor, or of one with budgets and a codec.
+        compressor: name of a registered compressor, or of one with budgets and a codec; ``AUTO``
+            becomes the one that drafts best once the model is known (``calibrated``).
         ratio: share of the compressed context that a draft view keeps, in (0, 1].
         draft_len: tokens drafted before a verify pass; None adapts it per request.
         max_draft_len: upper limit of an adaptive draft length; sizes the KV reserve.
@@ -129,7 +134,8 @@ class VeriCacheConfig:
                     f"--vericache-settings: unknown key {key!r}; supported: {', '.join(FURTHER)}"
                 )
         try:
-            find(self.compressor)
+            if self.compressor != AUTO:
+                find(self.compressor)
             _ = self.compressor_settings
         except ValueError as error:
             flag = "ratio" if str(error).startswith("ratio") else "compressor"
@@ -160,10 +166,14 @@ class VeriCacheConfig:
         return Settings(ratio=self.ratio, **self.settings)
 
     def calibrated(self, calibration: Calibration | None) -> VeriCacheConfig:
-        """This configuration with what was found for the server's model."""
-        if calibration is None:
-            return self
-        return replace(self, settings={**self.settings, "calibration": calibration})
+        """This configuration for the server's model, with what was found for that."""
+        compressor = self.compressor
+        if compressor == AUTO:
+            compressor = BEST if calibration is None else BEST_CALIBRATED
+        settings = dict(self.settings)
+        if calibration is not None:
+            settings["calibration"] = calibration
+        return replace(self, compressor=compressor, settings=settings)
 
     def as_dict(self) -> dict[str, Any]:
         """The effective values as JSON; ``draft_len`` and ``refresh`` None mean ``auto``."""
@@ -187,7 +197,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         "--vericache-compressor",
         metavar="NAME",
-        help=f"Method that chooses the draft view: {supported()} (default: {default.compressor})",
+        help=f"Method that chooses the draft view: {AUTO} ({BEST_CALIBRATED} for a model with a "
+        f"calibration file, else {BEST}); {supported()} (default: {default.compressor})",
     )
     add(
         "--vericache-ratio",

@@ -60,7 +60,7 @@ def test_one_pass_tells_what_decoding_from_the_view_would(reference):
     model, found = reference
     settings = Settings(ratio=0.05, min_tokens=0)
     dropper = create("snapkv-per-head", settings)
-    view = choose(dropper, found.prompt, settings.budget, {})
+    view = choose(dropper, found.prompt, settings.budget, {}, model.rotary)
     right = 0
     while right < found.rows:
         logits = model.draft(found, [(view, [Chain(0, right + 1)])])

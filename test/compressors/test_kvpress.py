@@ -1,12 +1,8 @@
 """Agreement with kvpress on a model's own keys, values and queries; its scorers as methods.
 
-kvpress is not in the environment of this repository: it declares transformers<5.3, which
-sglang==0.5.23 excludes, so neither `pip check` nor a resolver accepts the two together. It works
-with the newer transformers all the same. To run these tests:
-
-    pip install --no-deps --target DIR \\
-        kvpress==0.5.5 cachetools==5.5.2 fire==0.6.0 termcolor==3.3.0
-    PYTHONPATH=DIR .venv/bin/python -m pytest test/compressors/test_kvpress.py
+kvpress declares transformers<5.3, which sglang==0.5.23 excludes, so neither `pip check` nor a
+resolver accepts the two together. It works with the newer transformers all the same, and lies in
+the checkout's own layer of the environment (`requirements/checkout`).
 """
 
 import sys
@@ -228,6 +224,17 @@ def test_random_presses_repeat_themselves_and_leave_the_servers_generator_alone(
     ]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(scores[0], scores[1]) and not torch.equal(scores[1], scores[2])
+
+
+@needs_kvpress
+@pytest.mark.parametrize(
+    ("press", "ratio", "length"), [("KnormPress", 1e-17, 8), ("StreamingLLMPress", 0.1, 3)]
+)
+def test_a_press_that_cannot_score_a_context_ends_nothing(context, press, ratio, length, caplog):
+    dropper = compressors.create(f"kvpress:{press}", Settings(ratio=ratio))
+    scores = dropper.score(context(length))
+    assert scores.shape == (2, length)
+    assert ("latest tokens are kept" in caplog.text) == (press == "StreamingLLMPress")
 
 
 @needs_kvpress

@@ -52,6 +52,7 @@ def test_accepted(asked):
         ({"compressor": "snapkv+int3"}, ["compressor", "'snapkv+int3'", "+int4"]),
         ({"compressor": "snapkv+adakv"}, ["'snapkv+adakv'", "+adakv where every KV head"]),
         ({"compressor": "compresskv"}, ["'compresskv'", "vericache calibrate --model-path"]),
+        ({"compressor": "kvpress:KnormPress"}, ["--vericache-compressor kvpress:PRESS"]),
         ({"compressor": 3}, ["compressor", "3", "snapkv"]),
         ({"compressor": ["snapkv"]}, ["compressor", "supported"]),
         ([], ["object", "[]"]),

@@ -14,7 +14,7 @@ TOKENS, DRAFT_LEN = 10, 3
 METHODS = (
     *compressors.names(),
     *("snapkv+pyramidkv", "h2o+adakv", "tova+chunkkv", "keydiff+calibrated"),
-    *("tova+int4", "snapkv-per-head+pyramidkv+adakv+chunkkv+int8", "kvpress:KnormPress"),
+    *("tova+int4", "snapkv-per-head+pyramidkv+adakv+chunkkv+int8", "knorm+adakv"),
 )
 # One token; window and budget, one less and more; a page of 16 more; long enough to drop most.
 LENGTHS = (1, *(n + d for n in (MIN_TOKENS, WINDOW) for d in (-1, 0, 1)), 2 * WINDOW, 400)

@@ -51,7 +51,9 @@ class CalibrationFile:
         text = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items()]
         heads = ",\n".join(f"    {json.dumps(layer)}" for layer in found["heads"])
         text += [f'  "heads": [\n{heads}\n  ]', f'  "weights": {json.dumps(found["weights"])}']
-        path.write_text("{\n" + ",\n".join(text) + "\n}\n")
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text("{\n" + ",\n".join(text) + "\n}\n")
+        partial.replace(path)
 
 
 def load(path: Path) -> CalibrationFile:
@@ -91,6 +93,8 @@ def find(
     digest = tensors_digest(model_path, revision)
     if file is not None:
         found = load(Path(file))
+        if digest is None:
+            raise ValueError(f"{FLAG}: the checkpoint {model_path} is not on this machine yet")
         if found.tensors != digest:
             raise ValueError(f"{FLAG}: {file} is of {found.model}, whose weights are others")
         return found.calibration
@@ -99,7 +103,11 @@ def find(
     folder = checkpoint_folder(model_path, revision)
     beside = [folder / NAME] if folder is not None and (folder / NAME).exists() else []
     for path in (*beside, *sorted(FOLDER.glob("*.json"))):
-        found = load(path)
+        try:
+            found = load(path)
+        except ValueError as error:  # most servers need none
+            logger.warning("%s: unused", error)
+            continue
         if found.tensors == digest:
             return found.calibration
         if path in beside:

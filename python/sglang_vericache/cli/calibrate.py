@@ -8,6 +8,7 @@ layer's output changes when its KV is compressed to a few tokens is its weight i
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -50,6 +51,9 @@ def run(options: argparse.Namespace) -> int:
         folder, digest = checkpoint_folder(model), tensors_digest(model)
         if folder is None or digest is None:
             raise ValueError(f"--model-path: {model} is no checkpoint on this machine")
+        path = options.output or folder / NAME
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"--output: {path.parent} cannot be written to")
         probe = Probe(str(folder))
         prompts = list(needles(probe.tokenizer, options.samples, options.context, options.seed))
         found = find_heads(probe, prompts, options.heads, say)
@@ -68,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
         },
         calibration=Calibration(found.heads, weights),
     )
-    path = options.output or folder / NAME
     content.save(path)
     print(path)
     return 0

@@ -8,12 +8,14 @@ from sglang_vericache.compressors.base import (
     summed_attention,
 )
 from sglang_vericache.compressors.calibration import Calibration
+from sglang_vericache.compressors.kvpress import FAMILY
 from sglang_vericache.compressors.registry import create, find, names, register, supported
 from sglang_vericache.compressors.rotary import Rotary
 from sglang_vericache.compressors.select import compress, keep_best
 from sglang_vericache.compressors.settings import Settings
 
 __all__ = [
+    "FAMILY",
     "Calibration",
     "Dropper",
     "KeepsEnds",

@@ -27,3 +27,11 @@ class Calibration:
             raise ValueError("every layer needs at least one head, counted from 0")
         if min(self.weights) < 0 or abs(sum(self.weights) - 1) > 1e-3:
             raise ValueError(f"layer weights must be shares of 1, not {self.weights}")
+
+    def check(self, num_layers: int, num_heads: int) -> None:
+        """Raise ``ValueError`` unless a model of so many layers and query heads may be meant."""
+        if len(self.heads) != num_layers or max(map(max, self.heads)) >= num_heads:
+            raise ValueError(
+                f"the calibration file is of another model: it has {len(self.heads)} layers, this "
+                f"model {num_layers} of {num_heads} query heads"
+            )

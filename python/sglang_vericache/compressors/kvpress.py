@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from sglang_vericache.compressors.base import KeepsEnds, LayerContext
 
+logger = logging.getLogger(__name__)
 FAMILY = "kvpress"
 # Shape of the random layer that shows whether a press can do with keys and values.
+# A press refuses to keep nothing.
+LEAST_RATIO = 1e-6
 PROBE_HEADS, PROBE_LENGTH, PROBE_DIM = 2, 600, 16
 
 
@@ -40,15 +44,26 @@ class KVPress(KeepsEnds):
     seed: int = 0
 
     def score(self, ctx: LayerContext) -> Tensor:
-        """The press's scores ``[HKV, T]``."""
-        return self._score(ctx.layer, ctx.keys(), ctx.values())
+        """The press's scores ``[HKV, T]``; positions where it cannot score this context."""
+        keys = ctx.keys()
+        try:
+            scores = self._score(ctx.layer, keys, ctx.values())
+            if scores.shape == (keys.shape[1], ctx.length):
+                return scores
+            problem = f"scores {list(scores.shape)}"
+        except Exception as error:  # e.g. fewer tokens than it keeps anyway
+            problem = f"{type(error).__name__}: {error}"
+        logger.warning("%s: %s; the latest tokens are kept", self.name, problem)
+        recency = torch.arange(ctx.length, device=keys.device, dtype=torch.float32)
+        return recency.expand(keys.shape[1], -1)
 
     def _score(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         config = SimpleNamespace(num_key_value_heads=keys.shape[1])
         module = SimpleNamespace(layer_idx=layer, head_dim=keys.shape[2], config=config)
-        press = self.press(compression_ratio=1 - self.ratio)
+        press = self.press(compression_ratio=1 - max(self.ratio, LEAST_RATIO))
         k, v = (x.float().transpose(0, 1)[None] for x in (keys, values))
-        devices = [keys.device] if keys.is_cuda else []
+        # Seeding reaches every device's generator.
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)
             return press.score(module, None, k, v, None, {})[0]

@@ -86,7 +86,7 @@ def keep_best_of_all(
         return keep_best(scores, count, protected), (count,) * len(scores)
     scores = _protect(scores, count, protected)
     scores = scores.masked_fill_(_best(scores, sure), ALWAYS)
-    kept = _best(scores.view(1, -1), count * len(scores)).view_as(scores)
+    kept = _best(scores.reshape(1, -1), count * len(scores)).view(scores.shape)
     counts = kept.sum(dim=1)
     ends = counts.cumsum(0)
     entries = torch.arange(int(counts.max()), device=scores.device).expand(len(scores), -1)

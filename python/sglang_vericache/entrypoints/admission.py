@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from sglang_vericache.compressors import create
+from sglang_vericache.compressors import FAMILY, create
 from sglang_vericache.compressors.settings import NARROWABLE
 from sglang_vericache.config import VeriCacheConfig, config_of
 from sglang_vericache.hooks import Hook
@@ -60,6 +60,12 @@ def check_options(asked: Any, config: VeriCacheConfig) -> None:
     try:
         narrowed = {key: asked[key] for key in NARROWABLE if key in asked}
         compressor = str(asked.get("compressor", config.compressor))
+        if compressor.startswith(f"{FAMILY}:") and not config.compressor.startswith(f"{FAMILY}:"):
+            # Importing that package takes seconds in which nobody else is served.
+            raise ValueError(
+                f"compressor {compressor!r} is refused here: start the server with "
+                f"--vericache-compressor {FAMILY}:PRESS"
+            )
         create(compressor, config.compressor_settings.narrowed(narrowed))
     except ValueError as error:
         raise ValueError(f"{WHERE}: {error}") from None

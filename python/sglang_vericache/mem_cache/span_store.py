@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from torch import Tensor
 
+from sglang_vericache.compressors import create
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
 from sglang_vericache.hooks import Hook
@@ -264,7 +265,9 @@ class SpanStore:
 
 def namespace_of(config: VeriCacheConfig) -> str:
     """What chose the tokens of a copy; model, dtype and layout are the storage's business."""
-    return repr((config.compressor, sorted(vars(config.compressor_settings).items())))
+    settings = config.compressor_settings
+    dropper = create(config.compressor, settings)
+    return repr((dropper.name, sorted(vars(dropper).items()), settings.budget))
 
 
 def before_transfer(self: Any, operation: Any, *args: Any, **kwargs: Any) -> None:

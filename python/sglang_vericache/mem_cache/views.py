@@ -129,7 +129,7 @@ class ViewStore:
         """
         assert row not in self._elsewhere
         if max(view.kept) > self.capacity:
-            self._grow(max(view.kept))
+            self._grow(max(max(view.kept), self.capacity * 3 // 2))
         self._kept[row] = view.kept
         for layer, positions in enumerate(view.layers):
             self.indices[row, layer, :, : positions.shape[1]] = slots[positions.long()]

@@ -99,8 +99,9 @@ class PackedViews:
         if not self._is_affordable(dropper.codec):
             return False
         _, heads, _ = self._kv.get_key_buffer(self._kv.start_layer).shape
-        wanted = dropper.longest(committed, heads, state.settings.budget)
-        return self.pool(dropper.codec).available() + self._lent_of(dropper.codec) >= wanted
+        pool = self.pool(dropper.codec)
+        wanted = min(dropper.longest(committed, heads, state.settings.budget), pool.tokens)
+        return pool.available() + self._lent_of(dropper.codec) >= wanted
 
     def file(self, state: RequestState, view: DraftView, slots: Tensor) -> bool:
         """Pack what a view lists and file the copy.

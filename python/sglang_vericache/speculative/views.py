@@ -37,20 +37,27 @@ class ViewChooser:
         self.scale = head_dim**-0.5
         self.bytes_per_key = self.num_layers * 2 * keys[0].nbytes
         self._rotary = _rotary_of(model_runner.model)
+        settings = config.compressor_settings
+        if settings.calibration is not None:
+            settings.calibration.check(
+                self.num_layers, model_runner.model_config.num_attention_heads
+            )
+        dropper = create(config.compressor, settings)
         rows, width = self.req_to_token.shape
+        longest = dropper.longest(width, self.num_kv_heads, settings.budget)
         self.store = ViewStore(
             rows=rows,
             layers=self.num_layers,
             heads=1,
-            capacity=config.compressor_settings.budget.tokens(width),
+            capacity=longest if dropper.drops else settings.budget.tokens(width),
             device=self.req_to_token.device,
             width=width if config.offloads else 0,
         )
         tokens = config.packed_tokens or self.pool.size
         add_view_pool = model_runner.attn_backend.add_view_pool
         self.packed = PackedViews(self.pool, self.store, tokens, add_view_pool)
-        if codec := create(config.compressor, config.compressor_settings).codec:
-            self.packed.pool(codec)
+        if dropper.codec:
+            self.packed.pool(dropper.codec)
 
     def choose(self, state: RequestState) -> DraftView | None:
         """Choose and file the view of a request from its committed KV.

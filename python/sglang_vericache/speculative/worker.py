@@ -293,11 +293,11 @@ class VeriCacheWorker(BaseSpecWorker):
             return {}
         spans = [layout.spans[i] for i in drafting]
         index = [row for start, stop in spans for row in range(start, stop)]
-        rows = torch.tensor(index, device=logits.device)
-        drafts = token_ids[rows]
+        first = index[0]
+        rows, drafts = torch.tensor(index, device=logits.device), token_ids[index]
         chosen = logits[rows, drafts]
         logits[rows, drafts] = float("-inf")  # in place: a copy of the rows takes longer
-        runner_up = logits.amax(dim=1)[rows]
+        runner_up = logits[first : index[-1] + 1].amax(dim=1)[rows - first]
         logits[rows, drafts] = chosen
         margins = iter((chosen - runner_up).tolist())
         return {
