@@ -1,5 +1,6 @@
 """What the engine shows a method: a request's own keys, its latest queries and where they stand."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from sglang_vericache.compressors import (
     find,
     names,
 )
+from sglang_vericache.compressors.knorm import Knorm
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.platform import bootstrap
 from sglang_vericache.speculative.queries import RecentQueries
@@ -119,6 +121,22 @@ def test_queries_that_are_not_the_latest_are_turned_back_from_where_they_stand(c
     assert torch.equal(view.layers[0], there.layers[0])
     last = expected(chooser, "expected-attention", queries, torch.arange(200, 300))
     assert not torch.equal(view.layers[0], last.layers[0])
+
+
+@dataclass(frozen=True)
+class Failing(Knorm):
+    def score(self, ctx):
+        raise RuntimeError("cannot score")
+
+
+def test_a_method_that_fails_costs_its_request_the_drafts(chooser, caplog):
+    request = state("knorm", None)
+    assert chooser.choose(request) is not None, "precondition"
+    request.dropper, request.compressor, request.limit = Failing(), "failing", 8
+    request.req.rid = "r1"
+    assert chooser.choose(request) is None
+    assert request.limit == 0 and request.has_view and request.view_length == 0
+    assert "failing: no view, r1" in caplog.text and "cannot score" in caplog.text
 
 
 class Req:

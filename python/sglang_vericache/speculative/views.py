@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sglang_vericache.speculative.state import RequestState
 
 
+logger = logging.getLogger(__name__)
 # As ``RequestState.chosen_at``: stale from the start.
 NEVER = -(2**62)
 
@@ -63,7 +65,8 @@ class ViewChooser:
         """Choose and file the view of a request from its committed KV.
 
         Without the queries that its method needs the view is everything, until the first verify
-        pass brings some; without room for a packed copy too, and the request is ``barred``.
+        pass brings some; without room for a packed copy too, and the request is ``barred``. So it
+        is where the method fails, and the request drafts no more.
 
         Returns:
             What was filed; None if drafts read the full KV.
@@ -75,8 +78,13 @@ class ViewChooser:
             state.has_view, state.chosen_at = True, NEVER
             return None
         slots = self.req_to_token[state.row, :length]
-        view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
         state.has_view, state.chosen_at = True, length
+        try:
+            view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
+        except Exception:  # of a method: it costs its request the drafts, not everybody the server
+            logger.exception("%s: no view, %s decodes plainly", state.compressor, state.req.rid)
+            state.limit = 0
+            return None
         state.rounds = state.view_drafted = state.view_accepted = 0
         if state.dropper.per_head:
             self.store.widen(self.num_kv_heads)
