@@ -55,7 +55,7 @@ def _spec(item):
 @pytest.fixture(scope="session")
 def pool(request):
     """The session's server processes; they end with it, SIGTERM included."""
-    pool = ServerPool(_order(request.session.items))
+    pool = ServerPool(_references(request.session.items))
     previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))
     yield pool
     pool.close()
@@ -63,11 +63,10 @@ def pool(request):
     signal.signal(signal.SIGTERM, previous)
 
 
-def _order(items):
-    """The servers of ``items`` as they are asked for: a test's own, its dtype's reference."""
-    for spec in filter(None, map(_spec, items)):
-        yield spec
-        yield OFF["float32" if _is_float32(spec) else "bfloat16"]
+def _references(items):
+    """The reference of every server of ``items``, in their order."""
+    specs = filter(None, map(_spec, items))
+    return {spec: OFF["float32" if _is_float32(spec) else "bfloat16"] for spec in specs}
 
 
 @pytest.fixture
