@@ -15,9 +15,9 @@ from sglang_vericache.compressors.base import KeepsEnds, LayerContext
 
 logger = logging.getLogger(__name__)
 FAMILY = "kvpress"
-# Shape of the random layer that shows whether a press can do with keys and values.
 # A press refuses to keep nothing.
 LEAST_RATIO = 1e-6
+# Shape of the random layer that shows whether a press can do with keys and values.
 PROBE_HEADS, PROBE_LENGTH, PROBE_DIM = 2, 600, 16
 
 
