@@ -133,7 +133,8 @@ def view_bytes(view: DraftView, layer: LayerKV, codec: Codec | None) -> int:
     """Bytes of K and V that a view of layers like ``layer`` lists; lists themselves not counted."""
     heads, head_dim = layer.keys.shape[1:]
     row = codec.row_bytes(head_dim) if codec else head_dim * layer.keys.element_size()
-    kept = sum(len(rows) for positions in view.layers for rows in per_head(positions, heads))
+    layers = range(len(view.layers))
+    kept = sum(len(rows) for layer in layers for rows in per_head(view, layer, heads))
     return 2 * kept * row
 
 

@@ -212,7 +212,7 @@ class OfflineModel:
             pools = (prompt.keys, tail.keys, _stored(k)), (prompt.values, tail.values, _stored(v))
             for view, seen in groups:
                 rows = slice(row, row := row + len(seen))
-                lists = per_head(view.layers[layer], k.shape[1])
+                lists = per_head(view, layer, k.shape[1])
                 parts = []
                 for full, later, own in pools:
                     viewed = torch.cat((full, later[: view.length - reference.length]))
@@ -225,9 +225,10 @@ class OfflineModel:
         return _run(self._fp32, tokens, positions, attend)
 
 
-def per_head(positions: Any, heads: int) -> list[Tensor]:
-    """The list of every KV head of a layer; a shorter one repeats its last position to the end."""
-    lists = [row.unique_consecutive().long() for row in positions]
+def per_head(view: DraftView, layer: int, heads: int) -> list[Tensor]:
+    """The list of every KV head of a layer."""
+    rows = zip(view.layers[layer], view.list_lengths[layer], strict=True)
+    lists = [row[:count].long() for row, count in rows]
     return lists * heads if len(lists) == 1 else lists
 
 

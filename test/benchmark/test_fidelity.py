@@ -11,6 +11,7 @@ from _fidelity import Outcome, chains, choose, measure, summary, survival
 from _fidelity_tasks import TASKS, TaskTexts
 from _offline import Chain, OfflineModel, _visible, per_head
 from sglang_vericache.compressors import Settings, create
+from sglang_vericache.core import DraftView
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 PROMPT, TEXT = 400, 24
@@ -82,8 +83,9 @@ def test_refresh_chooses_from_verified_text(reference):
 
 def test_lists_of_different_lengths():
     even, uneven = torch.tensor([[1, 4, 6]]), torch.tensor([[1, 4, 6], [2, 2, 2]])
-    assert [rows.tolist() for rows in per_head(even, 2)] == [[1, 4, 6]] * 2
-    assert [rows.tolist() for rows in per_head(uneven, 2)] == [[1, 4, 6], [2]]
+    view = DraftView((even, uneven), 7, ((3,), (3, 1)))
+    assert [rows.tolist() for rows in per_head(view, 0, 2)] == [[1, 4, 6]] * 2
+    assert [rows.tolist() for rows in per_head(view, 1, 2)] == [[1, 4, 6], [2]]
 
 
 def test_rows_see_verified_text_before_their_draft_and_their_own_draft():

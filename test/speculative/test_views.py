@@ -157,6 +157,6 @@ def test_a_prompt_keeps_the_queries_that_its_own_method_wants():
     ):
         req = Req(**asked)
         assert requests.query_rows(req) == rows
-        requests.keep_queries(req, queries, LENGTH)
+        requests.keep_queries(req, queries, LENGTH, rows)
         kept = requests._prompt_queries.get(req)
         assert (0 if kept is None else len(kept)) == rows

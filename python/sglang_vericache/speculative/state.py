@@ -181,10 +181,10 @@ class Requests:
         chosen = choices_of(req, self._config)
         return chosen.dropper.query_rows if chosen.limit else 0
 
-    def keep_queries(self, req: Req, queries: Tensor, end: int) -> None:
+    def keep_queries(self, req: Req, queries: Tensor, end: int, rows: int) -> None:
         """Remember queries ``[L, n, HQ, D]`` of a prompt's tokens before ``end``, until it decodes;
-        at most as many as its method wants."""
-        if rows := self.query_rows(req):
+        of the latest ``rows``, as ``query_rows`` says."""
+        if rows:
             self._prompt_queries.setdefault(req, RecentQueries()).append(queries, end, rows)
 
     def propose(self, req: Req, tokens: list[int]) -> None:

@@ -112,14 +112,15 @@ class VeriCacheWorker(BaseSpecWorker):
         return self.provisional
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        window = max((self.requests.query_rows(req) for req in batch.reqs), default=0)
+        wanted = [self.requests.query_rows(req) for req in batch.reqs]
+        window = max(wanted, default=0)
         self.attention.query_window = window
         result = self.target_worker.forward_batch_generation(batch)
         if (queries := self.attention.take_queries()) is not None:
             chunks = queries.split([min(n, window) for n in batch.extend_lens], dim=1)
             ends = [a + n for a, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-            for req, chunk, end in zip(batch.reqs, chunks, ends, strict=True):
-                self.requests.keep_queries(req, chunk, end)
+            for req, chunk, end, rows in zip(batch.reqs, chunks, ends, wanted, strict=True):
+                self.requests.keep_queries(req, chunk, end, rows)
         result.next_draft_input = RaggedInput(self.slots)
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self.slots
