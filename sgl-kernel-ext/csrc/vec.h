@@ -19,21 +19,15 @@
 
 namespace sgl_ext {
 
+// Bytes of a cache line.
+constexpr int kLine = 64;
+
 // NOTE: GCC drops loops that only hold __builtin_prefetch from functions it finds free of effects.
 SGL_INLINE void fetch_line(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
 #else
   __builtin_prefetch(p);
-#endif
-}
-
-// As fetch_line, but only into the level 2 cache.
-SGL_INLINE void fetch_line_l2(const void* p) {
-#if defined(__x86_64__)
-  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
-#else
-  __builtin_prefetch(p, 0, 2);
 #endif
 }
 
