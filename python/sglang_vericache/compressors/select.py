@@ -63,9 +63,7 @@ class _Scored:
     scores: list[Tensor] = field(default_factory=list)
 
 
-def _scored(
-    dropper: Dropper, layers: Iterable[LayerContext], budget: Budget
-) -> Iterator[_Scored]:
+def _scored(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -> Iterator[_Scored]:
     """Score the layers; those to choose from at once come together."""
     group: _Scored | None = None
     for ctx in layers:
