@@ -10,6 +10,7 @@ import torch
 
 from sglang_vericache import calibrations, plugin
 from sglang_vericache.calibrations import NAME, CalibrationFile, find, load
+from sglang_vericache.checkpoint import tensors_digest, weights_digest
 from sglang_vericache.cli import calibrate
 from sglang_vericache.cli.layer_errors import layer_weights
 from sglang_vericache.cli.needles import Needle, needles
@@ -19,7 +20,6 @@ from sglang_vericache.compressors import Calibration, create
 from sglang_vericache.config import VeriCacheConfig, from_options
 from sglang_vericache.embedded_model import ensure_embedded_model
 from sglang_vericache.entrypoints.admission import check_options
-from sglang_vericache.checkpoint import tensors_digest, weights_digest
 
 FOUND = Calibration(heads=((0, 2), (1, 3)), weights=(0.25, 0.75))
 
@@ -90,6 +90,17 @@ def test_a_file_serves_the_weights_it_was_made_from_and_no_others(tiny, tmp_path
         beside.unlink()
     (tmp_path / "empty").mkdir()
     assert find(str(tmp_path / "empty")) is None
+
+
+def test_other_formats_beside_safetensors_do_not_count(tiny):
+    before, all_before = tensors_digest(str(tiny)), weights_digest(str(tiny))
+    again = tiny / "pytorch_model.bin"
+    again.write_bytes(b"the same weights once more")
+    try:
+        assert tensors_digest(str(tiny)) == before
+        assert weights_digest(str(tiny)) != all_before, "--load-format may read those"
+    finally:
+        again.unlink()
 
 
 def test_the_embedded_model_comes_with_a_file():

@@ -16,7 +16,9 @@ def layers() -> dict[str, int]:
     """Layer of every module or folder of the package, as the table says."""
     rows = re.findall(r"^\| (\d) \| (.+?) \|", DOC.read_text(), re.MULTILINE)
     return {
-        name.rstrip("/"): int(layer) for layer, names in rows for name in re.findall("`(.+?)`", names)
+        name.rstrip("/"): int(layer)
+        for layer, names in rows
+        for name in re.findall("`(.+?)`", names)
     }
 
 
@@ -24,7 +26,8 @@ def imports(source: str) -> Iterator[str]:
     """Modules and folders of the package that a source names, lazily imported ones too."""
     for node in ast.walk(ast.parse(source)):
         names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

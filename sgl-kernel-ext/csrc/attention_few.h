@@ -5,33 +5,32 @@
 
 namespace sgl_ext {
 
-// Most queries of a KV head that are few.
+// Most queries of a KV head that are few: three tiles of scores, then packing is as fast (D = 64).
 constexpr int kFewQueries = 30;
+// Most KV heads of a unit of work.
+constexpr int kUnitHeads = 8;
 
 // Whether words can be taken from rows of T in registers.
 template <class T>
 constexpr bool kReadsRows = kParts == 1 && !Words<T>::kConvert;
 
-// Rows to fetch into a cache, some lines at every step, so that memory does not rest while others
-// are multiplied.
+// What to fetch into a cache, some lines at every step, so that memory does not rest while something
+// else is multiplied.
 struct Fetch {
-  const uint8_t* rows[kPanelKeys];
-  int count, spans, lines;     // rows; pieces of a row; lines of a step
-  int64_t bytes, span_stride;  // of a piece; between pieces
-  int row, span;               // where the next line is
-  int64_t at;
+  const uint8_t* pieces[kPanel * kUnitHeads];
+  int count = 0, lines = 0;  // pieces; lines of each
+  int share = 0;             // lines of a step
+  int piece = 0, line = 0;   // the next one
 
   __attribute__((always_inline)) void step() {
-    for (int i = 0; i < lines && row < count; ++i) {
-      fetch_line(rows[row] + span * span_stride + at);
-      if ((at += kLine) < bytes) continue;
-      at = 0;
-      if (++span == spans) span = 0, ++row;
+    for (int i = 0; i < share && piece < count; ++i) {
+      fetch_line(pieces[piece] + line * kLine);
+      if (++line == lines) line = 0, ++piece;
     }
   }
 };
 
-// Largest register tile of queries and blocks of 16 keys.
+// Largest register tile of queries and blocks of 16 keys (fp32 spills one accumulator).
 constexpr int kScoreRows = 10, kScoreBlocks = 2;
 
 // R queries times C blocks of 16 keys.
@@ -79,6 +78,7 @@ static void score_rows(
     float* scores,
     int64_t stride,
     Fetch& fetch) {
+  static_assert(kReadsRows<T>);
   using Tile = void (*)(const uint32_t*, int64_t, const uint8_t* const*, float*, int64_t, Fetch&);
   static constexpr auto kTiles = []<int... I>(std::integer_sequence<int, I...>) {
     return std::array<Tile, sizeof...(I)>{
@@ -100,11 +100,14 @@ template <class T, int C>
 SGL_INLINE void load_values(const uint8_t* const* rows, int64_t at, Vec (&words)[C]) {
   if constexpr (Words<T>::kPair == 1) {
     const float* row = reinterpret_cast<const float*>(rows[0] + at);
+#pragma GCC unroll 4
     for (int j = 0; j < C; ++j) words[j] = load16(row + j * kLanes);
   } else {
 #if defined(__AVX512BF16__)
-    for (int j = 0; j < C; j += 2, at += 64) {
-      interleave_32(rows[0] + at, rows[1] + at, words[j], words[j + 1]);
+#pragma GCC unroll 2
+    for (int j = 0; j < C; j += 2) {
+      const int64_t here = at + j * kLanes * sizeof(T);
+      interleave_32(rows[0] + here, rows[1] + here, words[j], words[j + 1]);
     }
 #endif
   }
@@ -146,6 +149,7 @@ static void add_value_rows(
     int64_t ldc,
     bool resume,
     Fetch& fetch) {
+  static_assert(kReadsRows<T>);
   using Tile = void (*)(
       const uint32_t*, int64_t, const uint8_t* const*, int64_t, int, float*, int64_t, bool, Fetch&);
   constexpr int kPairs = kTileCols / 2;

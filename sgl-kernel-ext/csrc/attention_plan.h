@@ -1,22 +1,22 @@
-// How one call of ragged_attention is cut into work: lists, units that share packed keys, items.
+// How one call of ragged_attention is cut into work: lists, units that share keys, items.
 // Nothing here can change a bit of the result.
 #pragma once
 #include <atomic>
 #include <vector>
 
+#include "attention_few.h"
 #include "attention_split.h"
 
 namespace sgl_ext {
 
 // Queries (row and head) of a unit, over all of its KV heads.
 constexpr int kUnitQueries = 96;
-// KV heads of a unit, and the bytes of their packed keys and values: these stay in a level 2 cache.
-constexpr int kUnitHeads = 8;
+// Bytes of a unit's keys and values of a split: these stay in a level 2 cache.
 constexpr int64_t kUnitBytes = 512 * 1024;
 // Work items a thread should get at least, so that one long list cannot hold up the others.
 constexpr int kItemsPerThread = 8;
-// Packing a key costs about as much as attending to it with this many queries.
-constexpr int64_t kPackCost = 32;
+// Reading or packing a key costs about as much as attending to it with this many queries.
+constexpr int64_t kReadCost = 8, kPackCost = 32;
 
 struct Group {
   int64_t first_row;
@@ -56,7 +56,9 @@ struct Unit {
   float* partials;  // [splits][heads][queries] states, or null when one item walks every split
 
   int64_t states() const { return int64_t{heads} * queries; }
-  int64_t cost() const { return list.len() * (states() + heads * kPackCost); }
+  int64_t cost() const {
+    return list.len() * (states() + heads * (queries <= kFewQueries ? kReadCost : kPackCost));
+  }
 };
 
 struct Item {

@@ -28,7 +28,7 @@ constexpr int kTileRows = 2, kTileCols = 1;
 #endif
 
 // Keys that are multiplied together.
-constexpr int kPanelKeys = kTileCols * kLanes;
+constexpr int kPanel = kTileCols * kLanes;
 
 SGL_INLINE Vec load_words(const uint32_t* p) {
   Vec r;

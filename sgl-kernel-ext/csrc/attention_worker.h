@@ -3,7 +3,6 @@
 #pragma once
 #include <cmath>
 
-#include "attention_few.h"
 #include "attention_plan.h"
 
 namespace sgl_ext {
@@ -77,7 +76,6 @@ class Worker {
  private:
   static constexpr int kPair = Words<T>::kPair;
   static constexpr int kProbs = kSplit / kPair;
-  static constexpr int kPanel = kPanelKeys;
   using Rows = const uint8_t*[kPanel];
 
   // Slots of a split's keys and of some to fetch ahead: the first `elsewhere` of them in another
@@ -151,7 +149,8 @@ class Worker {
   }
   int value_steps(int queries, int keys) const {
     const int blocks = ceil_div(keys, kLanes), tiles = ceil_div(queries, kTileRows);
-    return reads_values(queries) ? tiles * blocks * kLanes / kPair : blocks + tiles;
+    if (!reads_values(queries)) return blocks + tiles;
+    return tiles * ceil_div(vecs_, kTileCols) * (blocks * kLanes / kPair);
   }
 
   // Lists `count` keys from `begin` on and those to fetch ahead; false if a slot is out of range.
@@ -182,7 +181,7 @@ class Worker {
     });
   }
 
-  // Addresses of one head's rows of such a panel, zero rows up to a full block of 16.
+  // Addresses of one head's rows of an unpacked panel, zero rows up to a full block of 16.
   void locate(
       KvPool KvPools::* part,
       const Unit& unit,
@@ -235,25 +234,25 @@ class Worker {
     }
   }
 
-  // Adds probabilities times the `keys` values of a panel to the states of one KV head.
+  // Adds probabilities times the `count` values of a panel to the states of one KV head.
   template <class Seen>
   void add_values(
       const Unit& unit,
       int h,
-      const SplitKeys& listed,
+      const SplitKeys& keys,
       int first,
       int panel,
-      int keys,
+      int count,
       const Seen& seen,
       float* states) {
     Rows rows;
-    locate(&KvPools::v, unit, h, listed, panel, keys, rows);
-    const auto seen_here = [&](int i) { return std::clamp(seen(i) - panel, 0, keys); };
+    locate(&KvPools::v, unit, h, keys, panel, count, rows);
+    const auto seen_here = [&](int i) { return std::clamp(seen(i) - panel, 0, count); };
     // A key that only later rows see has probability 0 for a row, yet 0 * NaN is not 0: where such
     // a key is not finite, each row gets its own V.
     const int all_see = seen_here(first);
-    const bool row_by_row = !all_finite<T>(rows + all_see, keys - all_see, p_.head_dim);
-    const int width = ceil_div(keys, kLanes), depth = width * kLanes / kPair;
+    const bool row_by_row = !all_finite<T>(rows + all_see, count - all_see, p_.head_dim);
+    const int width = ceil_div(count, kLanes), depth = width * kLanes / kPair;
     const auto pack = [&](const Rows& from) {
       for (int b = 0; b < width; ++b) {
         pack_v_block<T>(from + b * kLanes, b, depth, p_.head_dim, v_);
@@ -297,20 +296,25 @@ class Worker {
       int steps) {
     end = std::min(end, begin + kPanel);
     const int middle = std::clamp(keys.elsewhere, begin, end);
+    const KvPool &other = p_.pools[keys.pool].*part, &main = p_.pools[0].*part;
     const int64_t bytes = p_.head_dim * sizeof(T);
-    Fetch& f = fetch_;
-    f.count = f.row = f.span = 0, f.at = 0;
+    const bool dense = other.head_stride == bytes && main.head_stride == bytes;
+    const int spans = dense ? 1 : unit.heads;
+    const int64_t size = dense ? unit.heads * bytes : bytes;
+    fetch_.count = fetch_.piece = fetch_.line = 0;
     const auto add = [&](const KvPool& pool, int from, int to) {
-      if (from == to || pool.codec.bits > 0) return;
-      const bool dense = pool.head_stride == bytes;
-      f.spans = dense ? 1 : unit.heads, f.span_stride = pool.head_stride;
-      f.bytes = dense ? unit.heads * bytes : bytes;
-      list_rows(pool, unit.first_head, keys.slots + from, to - from, f.rows + f.count);
-      f.count += to - from;
+      if (pool.codec.bits > 0) return;
+      for (int span = 0; span < spans; ++span) {
+        list_rows(
+            pool, unit.first_head + span, keys.slots + from, to - from,
+            fetch_.pieces + fetch_.count);
+        fetch_.count += to - from;
+      }
     };
-    add(p_.pools[keys.pool].*part, begin, middle);
-    add(p_.pools[0].*part, middle, end);
-    f.lines = f.count == 0 ? 0 : ceil_div(f.count * f.spans * ceil_div(f.bytes, kLine), steps);
+    add(other, begin, middle);
+    add(main, middle, end);
+    fetch_.lines = ceil_div(size, kLine) + (size % kLine != 0);  // such a piece may straddle
+    fetch_.share = ceil_div(fetch_.count * fetch_.lines, steps);
   }
 
   // Unpacks `count` rows of a packed pool, those of the unit's heads side by side.

@@ -99,7 +99,7 @@ SGL_INLINE Vec fma(Vec a, Vec b, Vec c) {
 // Halving tree of an operation: lane l with lane l+8, then +4, +2, +1.
 template <class Op>
 SGL_INLINE float reduce(Vec a, const Op& op) {
-#if defined(__AVX512F__)
+#if defined(__AVX512DQ__)
   // GCC takes the loop below through memory, one store to load after another.
   typedef float F8 __attribute__((vector_size(32)));
   typedef float F4 __attribute__((vector_size(16)));

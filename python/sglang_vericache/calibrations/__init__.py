@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_vericache.compressors import Calibration
 from sglang_vericache.checkpoint import checkpoint_folder, tensors_digest
+from sglang_vericache.compressors import Calibration
 
 logger = logging.getLogger(__name__)
 VERSION = 1

@@ -36,12 +36,12 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print progress and write the file; 1 if nothing could be found out."""
+    from sglang_vericache.checkpoint import checkpoint_folder, tensors_digest
     from sglang_vericache.cli.layer_errors import layer_weights
     from sglang_vericache.cli.needles import needles
     from sglang_vericache.cli.probe import Probe
     from sglang_vericache.cli.retrieval_heads import find_heads
     from sglang_vericache.compressors import Calibration
-    from sglang_vericache.checkpoint import checkpoint_folder, tensors_digest
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -165,7 +165,8 @@ class Dropper(ABC):
     def score(self, ctx: LayerContext) -> Tensor:
         """Return float scores ``[Hs, T]``, higher = keep; NaN counts as lowest.
 
-        Hs is HKV if ``per_head``, else 1. Called only if something has to go, so ``T >= 2`` and
+        Hs is HKV if ``per_head``, else 1. The tensor is kept while other layers are scored, so it
+        must not be written to again. Called only if something has to go, so ``T >= 2`` and
         at least one query is there if ``query_rows`` is positive.
         """
 

@@ -13,8 +13,9 @@ from sglang_vericache.core import Budget, DraftView
 
 NOTHING = Protected()
 ALWAYS, NEVER = float("inf"), float("-inf")
-# Scores to choose from at once: few large steps are faster than one for each layer; 64 MB.
-MOST_SCORES = 1 << 24
+# Scores to choose from at once: few large steps are faster than one for each layer. Choosing takes
+# some 30 bytes a score.
+MOST_SCORES = 1 << 22
 
 
 def compress(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -> DraftView:
@@ -32,29 +33,29 @@ def compress(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -
     views: list[Tensor] = []
     counts: list[tuple[int, ...]] = []
     length = 0
-    for scored in _scored(dropper, layers, budget):
-        length, heads, count = scored.length, scored.heads, scored.count
+    for group in _scored(dropper, layers, budget):
+        length, heads, count = group.length, group.heads, group.count
         if count >= length:
-            everything = torch.arange(length, dtype=torch.int32, device=scored.device)
+            everything = torch.arange(length, dtype=torch.int32, device=group.device)
             views.append(everything.repeat(heads, 1))
             counts.append((length,) * heads)
         elif (sure := dropper.sure(count)) == count:
-            kept = keep_best(torch.cat(scored.scores), count, dropper.protected)
+            kept = keep_best(torch.cat(group.scores), count, dropper.protected)
             views += kept.split(heads)
-            counts += [(count,) * heads] * len(scored.scores)
+            counts += [(count,) * heads] * len(group.scores)
         else:
-            for scores in scored.scores:
-                kept, lists = keep_best_of_all(scores, count, sure, dropper.protected)
-                views.append(kept)
-                counts.append(lists)
+            (scores,) = group.scores
+            kept, lists = keep_best_of_all(scores, count, sure, dropper.protected)
+            views.append(kept)
+            counts.append(lists)
     uneven = any(len(set(lists)) > 1 for lists in counts)
     return DraftView(tuple(views), length, tuple(counts) if uneven else ())
 
 
 @dataclass
 class _Scored:
-    """Layers in a row that keep equally many tokens, and their scores ``[heads, length]``; none if
-    that is all tokens."""
+    """Layers in a row to choose from at once, and the scores ``[heads, length]`` of each; a layer
+    that keeps everything is alone and has none."""
 
     length: int
     heads: int
@@ -64,20 +65,23 @@ class _Scored:
 
 
 def _scored(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -> Iterator[_Scored]:
-    """Score the layers; those to choose from at once come together."""
+    """Score the layers, grouped."""
     group: _Scored | None = None
     for ctx in layers:
         heads = ctx.num_kv_heads if dropper.per_head else 1
         count = dropper.count(ctx, budget)
-        if group is not None and (
-            count != group.count
-            or count >= ctx.length
-            or (len(group.scores) + 1) * heads * ctx.length > MOST_SCORES
-        ):
-            yield group
-            group = None
-        if group is None:
+        together = (
+            group is not None
+            and (heads, count) == (group.heads, group.count)
+            and count < ctx.length
+            and dropper.sure(count) == count
+            and (len(group.scores) + 1) * heads * ctx.length <= MOST_SCORES
+        )
+        if not together:
+            if group is not None:
+                yield group
             group = _Scored(ctx.length, heads, count, ctx.device)
+        assert group is not None
         if count >= ctx.length:
             continue
         scores = dropper.score(ctx)
