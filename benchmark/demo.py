@@ -1,10 +1,11 @@
-"""The proof on one screen: long prompts decoded three ways by one server.
+"""The proof on one screen: one server decodes long prompts from full KV, and with each compressor
+from compressed KV alone and with VeriCache.
 
-full      plain decoding from the full KV cache (``enabled: false``)
-lossy     decoding from the compressed KV cache, unverified (``unverified: true``)
-vericache drafting from the compressed cache, verifying against the full one
+full       plain decoding from the full KV cache (``enabled: false``)
+alone      decoding from the compressed KV cache, unverified (``unverified: true``)
+VeriCache  drafting from the compressed cache, verifying against the full one
 
-Fails if VeriCache's text differs from the full one, or if it drafted nothing. The last line is
+Fails if a text of VeriCache differs from the full one, or if nothing was drafted. The last line is
 the result as JSON.
 """
 
@@ -16,6 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +28,33 @@ from _tasks import Task, tasks
 from servers import Server
 from sglang_vericache.embedded_model import ensure_embedded_model
 
-WAYS: dict[str, dict[str, Any]] = {
-    "full": {"enabled": False},
-    "lossy": {"unverified": True},
-    "vericache": {},
-}
+FULL: dict[str, Any] = {"enabled": False}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compressor and the share of the KV that it keeps."""
+
+    compressor: str
+    ratio: float
+
+    @classmethod
+    def parse(cls, text: str) -> Method:
+        """From ``NAME`` or ``NAME:RATIO``."""
+        name, _, ratio = text.partition(":")
+        return cls(name, float(ratio or 1))
+
+    def __str__(self) -> str:
+        return self.compressor if self.ratio == 1 else f"{self.compressor} {self.ratio:.0%}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keys of a request's ``vericache``."""
+        return {"compressor": self.compressor, "ratio": self.ratio}
+
+
+# What drops most, and what packs closest.
+METHODS = "snapkv:0.1,snapkv:0.05,kivi2"
 
 
 @dataclass(frozen=True)
@@ -50,29 +74,44 @@ class Run:
     kv_bytes: float
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What one method gave without and with verification."""
+
+    method: Method
+    alone: Run
+    exact: Run
+
+
 def main() -> None:
     args = _arguments()
+    methods = [Method.parse(text) for text in args.methods.split(",")]
     model = ensure_embedded_model()
     work = tasks(texts.load_tokenizer(model), args.context)
     command = [
         *(sys.executable, "-m", "sglang_vericache.launch_server", "--model-path", str(model)),
-        *("--vericache-allow-unverified", "--vericache-ratio", str(args.ratio)),
-        *("--vericache-draft-len", args.draft_len),
+        *("--vericache-allow-unverified", "--vericache-draft-len", args.draft_len),
+        *("--vericache-compressor", methods[0].compressor),
+        *("--vericache-ratio", str(max(method.ratio for method in methods))),
     ]
     say("starting the server")
     with Server(command, name="demo") as server:
         say(f"reading {len(work)} prompts of about {args.context} tokens")
-        decode(server.url, work, {"enabled": False}, 1)
-        runs = {}
-        for way, options in WAYS.items():
-            say(f"decoding: {way}")
-            runs[way] = decode(server.url, work, options, args.new_tokens)
-    report(runs, args.context)
-    result = summary(runs)
+        decode(server.url, work, FULL, 1)
+        say("decoding from full KV")
+        full = decode(server.url, work, FULL, args.new_tokens)
+        shown = []
+        for method in methods:
+            say(f"decoding with {method}")
+            alone = decode(server.url, work, method.options | {"unverified": True}, args.new_tokens)
+            exact = decode(server.url, work, method.options, args.new_tokens)
+            shown.append(Shown(method, alone, exact))
+    report(full, shown, args.context)
+    result = summary(full, shown)
     print(json.dumps(result))
     if not result["identical"]:
         sys.exit("VeriCache's text differs from that of the full KV cache")
-    if not any(result["acceptance"].values()):
+    if not any(any(shares.values()) for shares in result["acceptance"].values()):
         sys.exit("nothing was shown: no draft was accepted")
 
 
@@ -83,7 +122,8 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--context", type=int, default=5000, help="tokens per prompt (default: 5000)")
     add("--new-tokens", type=int, default=96, help="longest answer in tokens (default: 96)")
-    add("--ratio", type=float, default=0.1, help="kept share of the KV cache (default: 0.1)")
+    words = "compressors, each with the share of the KV cache that it keeps unless that is 1"
+    add("--methods", default=METHODS, metavar="NAME[:RATIO],...", help=f"{words} ({METHODS})")
     add("--draft-len", default="auto", help="tokens per draft, or auto (default: auto)")
     return parser.parse_args()
 
@@ -113,29 +153,31 @@ def acceptance(meta: dict[str, Any]) -> float | None:
     return round(counts["accepted"] / counts["drafted"], 3) if counts["drafted"] else None
 
 
-def report(runs: dict[str, Run], context: int) -> None:
+def report(full: Run, shown: list[Shown], context: int) -> None:
     """Print the screen."""
-    full, lossy, exact = runs["full"], runs["lossy"], runs["vericache"]
-    print(
-        f"\n{'prompt (about ' + str(context) + ' tokens)':32} {'lossy':>10} {'VeriCache':>10}",
-        end="",
-    )
-    print(f" {'acceptance':>11}")
+    print(f"\n{f'prompt (about {context} tokens)':32} ", end="")
+    print(f"{'compressor':16} {'alone':>10} {'VeriCache':>10} {'accepted':>9}")
     for task, text in full.answers.items():
-        accepted = acceptance(exact.meta[task])
-        words = [_verdict(run.answers[task], text) for run in (lossy, exact)]
-        shown = "-" if accepted is None else f"{accepted:.2f}"
-        print(f"{task:32} {words[0]:>10} {words[1]:>10} {shown:>11}")
-    print(f"\n{'all prompts at once':32} {'full KV':>10} {'lossy':>10} {'VeriCache':>10}")
-    print(f"{'tokens/s':32} " + " ".join(f"{run.tokens_per_s:>10.1f}" for run in runs.values()))
-    print(
-        f"{'KV read per token, MB':32} "
-        + " ".join(f"{run.kv_bytes / 1e6:>10.1f}" for run in runs.values())
-    )
+        for i, (method, alone, exact) in enumerate((s.method, s.alone, s.exact) for s in shown):
+            accepted = acceptance(exact.meta[task])
+            words = [_verdict(run.answers[task], text) for run in (alone, exact)]
+            share = "-" if accepted is None else f"{accepted:.2f}"
+            title = "" if i else task
+            print(f"{title:32} {method!s:16} {words[0]:>10} {words[1]:>10} {share:>9}")
+    print(f"\n{'all prompts at once':32} {'compressor':16} {'alone':>10} {'VeriCache':>10}")
+    print(f"{'tokens/s':32} {'none':16} {full.tokens_per_s:>10.1f}")
+    for s in shown:
+        rates = f"{s.alone.tokens_per_s:>10.1f} {s.exact.tokens_per_s:>10.1f}"
+        print(f"{'':32} {s.method!s:16} {rates}")
+    print(f"{'KV read per token, MB':32} {'none':16} {full.kv_bytes / 1e6:>10.1f}")
+    for s in shown:
+        read = f"{s.alone.kv_bytes / 1e6:>10.1f} {s.exact.kv_bytes / 1e6:>10.1f}"
+        print(f"{'':32} {s.method!s:16} {read}")
     for task, text in full.answers.items():
-        if lossy.answers[task] != text:
-            print(f"\n{task}: where the unverified text breaks")
-            print(difference(text, lossy.answers[task]))
+        broken = [s for s in shown if s.alone.answers[task] != text]
+        if broken:
+            print(f"\n{task}: where the text of {broken[-1].method} alone breaks")
+            print(difference(text, broken[-1].alone.answers[task]))
     print()
 
 
@@ -146,21 +188,30 @@ def difference(full: str, lossy: str, width: int = 72) -> str:
         min(len(full), len(lossy)),
     )
     start = max(0, same - width // 3)
-    cuts = {"full ": full, "lossy": lossy}
+    cuts = {"full ": full, "alone": lossy}
     lines = [f"  {name} {text[start : start + width]!r}" for name, text in cuts.items()]
     return "\n".join(lines)
 
 
-def summary(runs: dict[str, Run]) -> dict[str, Any]:
-    """The result for machines."""
-    full = runs["full"].answers
-    same = {way: {t: run.answers[t] == full[t] for t in full} for way, run in runs.items()}
+def summary(full: Run, shown: list[Shown]) -> dict[str, Any]:
+    """The result for machines, by method."""
+
+    def same(run: Run) -> dict[str, bool]:
+        return {task: run.answers[task] == text for task, text in full.answers.items()}
+
+    def rates(of: Callable[[Run], float]) -> dict[str, Any]:
+        by_method = {str(s.method): {"alone": of(s.alone), "vericache": of(s.exact)} for s in shown}
+        return {"full": of(full), **by_method}
+
     return {
-        "identical": all(same["vericache"].values()),
-        "lossy_identical": same["lossy"],
-        "acceptance": {t: acceptance(meta) for t, meta in runs["vericache"].meta.items()},
-        "tokens_per_s": {way: round(run.tokens_per_s, 1) for way, run in runs.items()},
-        "kv_bytes_per_token": {way: round(run.kv_bytes) for way, run in runs.items()},
+        "identical": all(all(same(s.exact).values()) for s in shown),
+        "alone_identical": {str(s.method): same(s.alone) for s in shown},
+        "acceptance": {
+            str(s.method): {task: acceptance(meta) for task, meta in s.exact.meta.items()}
+            for s in shown
+        },
+        "tokens_per_s": rates(lambda run: round(run.tokens_per_s, 1)),
+        "kv_bytes_per_token": rates(lambda run: round(run.kv_bytes)),
     }
 
 
