@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from _offline import Chain, LayerKV, OfflineModel, Reference, per_head
-from sgl_kernel_ext import CODECS, Codec
+from sgl_kernel_ext import CODECS, KvCodec
 from sglang_vericache.compressors import (
     Dropper,
     LayerContext,
@@ -129,13 +129,13 @@ def _contexts(
         )
 
 
-def view_bytes(view: DraftView, layer: LayerKV, codec: Codec | None) -> int:
+def view_bytes(view: DraftView, layer: LayerKV, codec: KvCodec | None) -> int:
     """Bytes of K and V that a view of layers like ``layer`` lists; lists themselves not counted."""
     heads, head_dim = layer.keys.shape[1:]
-    row = codec.row_bytes(head_dim) if codec else head_dim * layer.keys.element_size()
+    row = codec.row_bytes(head_dim) if codec else 2 * head_dim * layer.keys.element_size()
     layers = range(len(view.layers))
     kept = sum(len(rows) for layer in layers for rows in per_head(view, layer, heads))
-    return 2 * kept * row
+    return kept * row
 
 
 def survival(drafts: Sequence[Sequence[bool]], most: int) -> list[float]:

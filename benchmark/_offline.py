@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sgl_kernel_ext import Codec
+from sgl_kernel_ext import KvCodec
+from sgl_kernel_ext.packed import Codec
 from sgl_kernel_ext.reference.packed import pack, unpack
 from sglang_vericache.compressors import Rotary
 from sglang_vericache.core import DraftView
@@ -191,7 +192,7 @@ class OfflineModel:
         return Reference(prompt, tokens[: rows + 1], [kv.upto(rows) for kv in tail], log_probs)
 
     @torch.inference_mode()
-    def draft(self, reference: Reference, drafts: Plan, codec: Codec | None = None) -> Tensor:
+    def draft(self, reference: Reference, drafts: Plan, codec: KvCodec | None = None) -> Tensor:
         """Logits ``[rows of all chains, V]`` of chains that read views, teacher-forced.
 
         Args:
@@ -210,13 +211,14 @@ class OfflineModel:
             outs, row = [], 0
             prompt, tail = reference.prompt[layer], reference.tail[layer]
             pools = (prompt.keys, tail.keys, _stored(k)), (prompt.values, tail.values, _stored(v))
+            codecs = (codec.keys, codec.values) if codec else (None, None)
             for view, seen in groups:
                 rows = slice(row, row := row + len(seen))
                 lists = per_head(view, layer, k.shape[1])
                 parts = []
-                for full, later, own in pools:
+                for (full, later, own), encoding in zip(pools, codecs, strict=True):
                     viewed = torch.cat((full, later[: view.length - reference.length]))
-                    parts.append([_listed(viewed, lists, codec), later, own[rows]])
+                    parts.append([_listed(viewed, lists, encoding), later, own[rows]])
                 outs.append(_attend(q[rows], *parts, _mask([len(x) for x in lists], seen)))
             return torch.cat(outs)
 
@@ -280,7 +282,7 @@ def _listed(x: Tensor, lists: list[Tensor], codec: Codec | None) -> Tensor:
     """``[T, HKV, D]`` -> ``[n, HKV, D]``, shorter lists padded with zeros."""
     rows = [x[positions, head] for head, positions in enumerate(lists)]
     if codec:
-        rows = [unpack(pack(row, codec), row.shape[-1]) for row in rows]
+        rows = [unpack(pack(row, codec), row.shape[-1], codec) for row in rows]
     return pad_sequence(rows)
 
 

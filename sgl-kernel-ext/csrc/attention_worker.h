@@ -260,8 +260,8 @@ class Worker {
       int end,
       uint8_t* out) const {
     if (pool.codec.bits > 0) {
-      return dispatch_bits(pool.codec, [&](auto bits) {
-        return unpack<bits>(pool, unit, slots, count, end, reinterpret_cast<T*>(out));
+      return dispatch_codec(pool.codec, [&](auto number) {
+        return unpack<number>(pool, unit, slots, count, end, reinterpret_cast<T*>(out));
       });
     }
     const int64_t row_bytes = p_.head_dim * sizeof(T);
@@ -282,17 +282,17 @@ class Worker {
   }
 
   // `stage` of a packed pool.
-  template <int Bits>
+  template <int Number>
   uint8_t* unpack(
       const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end, T* out) const {
     const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
-    const int bytes = pool.codec.row_bytes(p_.head_dim);
+    const int bytes = kCodecs[Number].block_bytes(p_.head_dim);
     for (int i = 0; i < count; ++i) {
       const uint8_t* row = base + slots[i] * pool.slot_stride;
       const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
       for (int h = 0; h < unit.heads; ++h, out += p_.head_dim) {
         for (int at = 0; at < bytes; at += 64) fetch_line(later + h * pool.head_stride + at);
-        unpack_row<T, Bits>(row + h * pool.head_stride, p_.head_dim, pool.codec, out);
+        unpack_row<T, Number>(row + h * pool.head_stride, p_.head_dim, out);
       }
     }
     return reinterpret_cast<uint8_t*>(out);

@@ -2,6 +2,7 @@
 #include "packed.h"
 
 #include <array>
+#include <bit>
 
 #include "kernels.h"
 #include "rows.h"
@@ -35,29 +36,79 @@ void encode16(Vec x, float scale, float zero, float levels, uint8_t* codes) {
   }
 }
 
-template <class T>
-void pack_row(const T* x, int head_dim, const Codec& codec, uint8_t* row) {
+using Codes = std::array<uint8_t, kMaxHeadDim>;
+
+// `x`: head_dim values and room for whole vectors; codes and parameters of a row.
+void encode_uniform(float* x, int head_dim, const Codec& codec, Codes& codes, uint8_t* params) {
   const int size = round_up(head_dim, kLanes);
-  alignas(64) float values[kMaxHeadDim];
-  widen_row(x, head_dim, values);
-  std::fill(values + head_dim, values + size, values[head_dim - 1]);
+  std::fill(x + head_dim, x + size, x[head_dim - 1]);
   const float levels = (1 << codec.bits) - 1;
-  uint8_t* params = row + codec.code_bytes(head_dim);
-  std::array<uint8_t, kMaxHeadDim> codes;
   for (int begin = 0; begin < head_dim; begin += codec.group, params += 4) {
     const int end = std::min(begin + codec.group, size);
-    Vec highest = load16(values + begin), lowest = splat(0.0f) - highest;
+    Vec highest = load16(x + begin), lowest = splat(0.0f) - highest;
     for (int d = begin + kLanes; d < end; d += kLanes) {
-      highest = max(load16(values + d), highest);
-      lowest = max(splat(0.0f) - load16(values + d), lowest);
+      highest = max(load16(x + d), highest);
+      lowest = max(splat(0.0f) - load16(x + d), lowest);
     }
     const float zero = round_to_half(-reduce_max(lowest));
     const float step = round_to_half((reduce_max(highest) - zero) / levels);
     const float scale = std::max(step, kLeastHalf);
     store_half(params, scale), store_half(params + 2, zero);
     for (int d = begin; d < end; d += kLanes) {
-      encode16(load16(values + d), scale, zero, levels, codes.data() + d);
+      encode16(load16(x + d), scale, zero, levels, codes.data() + d);
     }
+  }
+}
+
+// Sum of products, halves added to each other: as _tree_sum in reference/packed.py.
+float dot(const float* a, const float* b, int count) {
+  alignas(64) float terms[kMaxHeadDim] = {};
+  for (int i = 0; i < count; ++i) terms[i] = a[i] * b[i];
+  for (int step = std::bit_ceil(unsigned(count)) / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) terms[i] += terms[i + step];
+  }
+  return terms[0];
+}
+
+template <int Bits>
+void encode_rotated(float* x, int head_dim, Codes& codes, uint8_t* params) {
+  const int block = hadamard_block(head_dim);
+  for (int d = 0; d < head_dim; ++d) x[d] *= kSigns.value[d];
+  std::fill(x + head_dim, x + round_up(head_dim, kLanes), 0.0f);
+  dispatch_block(head_dim, [&](auto size) {
+    constexpr int kVecs = std::max(1, size / kLanes);
+    Vec part[kVecs];
+    for (int d = 0; d < head_dim; d += kVecs * kLanes) {
+      for (int v = 0; v < kVecs; ++v) part[v] = load16(x + d + v * kLanes);
+      hadamard<size>(part);
+      for (int v = 0; v < kVecs; ++v) store16(x + d + v * kLanes, part[v]);
+    }
+  });
+  const float* levels = kLevels<Bits>.value;
+  const float share = 1.0 / head_dim, unit = std::sqrt(dot(x, x, head_dim) * share);
+  std::fill_n(codes.data(), head_dim, uint8_t{0});
+  for (int i = 1; i < 1 << Bits; ++i) {
+    const float border = unit * static_cast<float>((double{levels[i - 1]} + levels[i]) / 2);
+    for (int d = 0; d < head_dim; ++d) codes[d] += x[d] > border;
+  }
+  alignas(64) float values[kMaxHeadDim];
+  for (int d = 0; d < head_dim; ++d) values[d] = levels[codes[d]];
+  const float ratio = dot(x, values, head_dim) / dot(values, values, head_dim);
+  store_half(params, round_to_half(ratio * static_cast<float>(1.0 / std::sqrt(double(block)))));
+}
+
+template <class T>
+void pack_row(const T* x, int head_dim, const Codec& codec, uint8_t* row) {
+  alignas(64) float values[kMaxHeadDim];
+  widen_row(x, head_dim, values);
+  uint8_t* params = row + codec.code_bytes(head_dim);
+  Codes codes;
+  if (codec.scheme == Scheme::kUniform) {
+    encode_uniform(values, head_dim, codec, codes, params);
+  } else if (codec.bits == 4) {
+    encode_rotated<4>(values, head_dim, codes, params);
+  } else {
+    encode_rotated<2>(values, head_dim, codes, params);
   }
   const int per_byte = 8 / codec.bits;
   for (int i = 0; i < codec.code_bytes(head_dim); ++i) {
@@ -69,9 +120,9 @@ void pack_row(const T* x, int head_dim, const Codec& codec, uint8_t* row) {
 
 }  // namespace
 
-void pack_kv(const Tensor& k, const Tensor& v, const Tensor& k_packed, const Tensor& v_packed,
-             const Tensor& slots) {
+void pack_kv(const Tensor& k, const Tensor& v, const KvTensors& pool, const Tensor& slots) {
   const int64_t count = k.size(0), heads = k.size(1), dim = k.size(2);
+  const auto& [k_packed, v_packed, k_codec, v_codec] = pool;
   const int64_t limit = std::min(k_packed.size(0), v_packed.size(0));
   const int32_t* slot = slots.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
@@ -80,8 +131,10 @@ void pack_kv(const Tensor& k, const Tensor& v, const Tensor& k_packed, const Ten
   }
   dispatch(k, "k", [&](auto tag) {
     using T = decltype(tag);
-    for (const auto& [from, to] : {std::tie(k, k_packed), std::tie(v, v_packed)}) {
-      const Codec codec = codec_of(to, dim);
+    const std::tuple<const Tensor&, const Tensor&, int64_t> parts[] = {{k, k_packed, k_codec},
+                                                                       {v, v_packed, v_codec}};
+    for (const auto& [from, to, number] : parts) {
+      const Codec& codec = codec_of(number);
       const T* source = from.template const_data_ptr<T>();
       uint8_t* target = to.template mutable_data_ptr<uint8_t>();
       const auto in = from.strides(), out = to.strides();

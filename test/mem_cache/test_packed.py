@@ -40,13 +40,13 @@ def test_sizes_in_bytes():
 
 def test_a_layer_is_written_and_no_other():
     pool = make(codec="int8")
-    for buffers in pool.layers:
-        for buffer in buffers:
-            buffer.zero_()
+    for layer in pool.layers:
+        layer.keys.zero_(), layer.values.zero_()
     keys, values = torch.randn(2, 3, 3, 64, generator=torch.Generator().manual_seed(0))
     slots = torch.tensor([7, 0, 4], dtype=torch.int32)
     pool.write(1, keys, values, slots)
-    for buffer, rows in zip(pool.layers[1], (keys, values), strict=True):
-        torch.testing.assert_close(unpack(buffer[slots.long()], 64), rows, atol=0.02, rtol=0.01)
+    for (buffer, codec), rows in zip(pool.layers[1].parts, (keys, values), strict=True):
+        found = unpack(buffer[slots.long()], 64, codec)
+        torch.testing.assert_close(found, rows, atol=0.02, rtol=0.01)
         assert (buffer.flatten(1) != 0).any(1).sum() == 3
-    assert not any(buffer.any() for buffer in pool.layers[0])
+    assert not any(buffer.any() for buffer in pool.layers[0][:2])

@@ -25,7 +25,8 @@ def copied(lists, length, dtype=torch.bfloat16, seed=0, codec=None):
         for _ in range(LAYERS)
     ]
     if codec:
-        pool = [tuple(pack(buffer, CODECS[codec]) for buffer in pair) for pair in pool]
+        packed = CODECS[codec]
+        pool = [(pack(keys, packed.keys), pack(values, packed.values)) for keys, values in pool]
     layers = []
     for layer in range(LAYERS):
         kept = 5 + layer
@@ -87,7 +88,8 @@ def test_codes_are_fewer_bytes():
         rows = sum(piece.nbytes for piece in (*keys, *values))
         sizes[codec] = rows / (2 * sum(view.kept) * HEADS)
         assert 0 < sum(map(len, cut(view, keys, values, TOKENS))) - rows < 2 * 600
-    assert sizes == {None: 2 * DIM, "int8": DIM + 4, "int4": DIM / 2 + 4}
+    assert sizes == {None: 2 * DIM} | {n: c.row_bytes(DIM) / 2 for n, c in CODECS.items()}
+    assert sizes["int8"] == DIM + 4 and sizes["turbo2"] == DIM / 4 + 2
 
 
 def test_the_beginning_of_a_copy():

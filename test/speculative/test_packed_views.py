@@ -82,9 +82,11 @@ def test_copies_hold_the_listed_tokens(views, heads):
             column = head % heads
             start, n = (int(x[layer, 0, column]) for x in (lists.start, lists.length))
             slots = lists.indices[start : start + n].long()
-            for packed, plain in zip(views.pools[0][layer], views._kv.buffers[layer], strict=True):
+            for (packed, codec), plain in zip(
+                views.pools[0][layer].parts, views._kv.buffers[layer], strict=True
+            ):
                 expected = plain[SOURCE[positions[column]].long(), head]
-                found = unpack(packed[slots], DIM)[:, head]
+                found = unpack(packed[slots], DIM, codec)[:, head]
                 torch.testing.assert_close(found, expected, atol=0.03, rtol=0.01)
 
 
@@ -103,7 +105,8 @@ def test_lists_of_different_lengths_share_slots(views):
             start = int(filed.start[layer, 0, head])
             slots = filed.indices[start : start + count].long()
             keys = views._kv.buffers[layer][0][SOURCE[lists[head, :count].long()].long(), head]
-            found = unpack(views.pools[0][layer][0][slots], DIM)[:, head]
+            packed, codec = views.pools[0][layer].parts[0]
+            found = unpack(packed[slots], DIM, codec)[:, head]
             torch.testing.assert_close(found, keys, atol=0.03, rtol=0.01)
 
 
@@ -155,5 +158,5 @@ def test_listed_codes_are_those_of_the_copy(views, codec):
     for layer, kept in enumerate(view.kept):
         buffers, slots = views.listed(own, layer)
         for packed, plain in zip(buffers, views._kv.buffers[layer], strict=True):
-            expected = pack(plain[SOURCE[:kept].long()], CODECS[codec])
+            expected = pack(plain[SOURCE[:kept].long()], CODECS[codec].keys)
             assert torch.equal(packed[slots[:kept].long()], expected)

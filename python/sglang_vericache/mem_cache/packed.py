@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sgl_kernel_ext import Codec, pack_kv
+from sgl_kernel_ext import KvCodec, ViewPool, pack_kv, packed_pool
 
 
 class PackedPool:
@@ -26,12 +26,12 @@ class PackedPool:
         device: where the KV pool is.
 
     Attributes:
-        layers: keys and values of each layer, ``[tokens, HKV, row bytes]`` uint8 each.
+        layers: keys and values of each layer.
     """
 
     def __init__(
         self,
-        codec: Codec,
+        codec: KvCodec,
         tokens: int,
         layers: int,
         kv_heads: int,
@@ -39,18 +39,16 @@ class PackedPool:
         device: torch.device,
     ) -> None:
         self.codec, self.tokens = codec, tokens
-        shape = (tokens, kv_heads, codec.row_bytes(head_dim))
-
-        def buffer() -> Tensor:
-            return torch.empty(shape, dtype=torch.uint8, device=device)
-
-        self.layers = [(buffer(), buffer()) for _ in range(layers)]
+        self.layers: list[ViewPool] = [
+            packed_pool(codec, tokens, kv_heads, head_dim, device) for _ in range(layers)
+        ]
+        self._token_bytes = layers * kv_heads * codec.row_bytes(head_dim)
         self._free = torch.arange(tokens, dtype=torch.int32, device=device)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one slot, all layers."""
-        return sum(k[:1].nbytes + v[:1].nbytes for k, v in self.layers)
+        return self._token_bytes
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +71,7 @@ class PackedPool:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Encode keys and values ``[n, HKV, D]`` of one layer into ``slots`` ``[n]``."""
-        pack_kv(keys, values, *self.layers[layer], slots)
+        pack_kv(keys, values, self.layers[layer], slots)
 
     def check_integrity(self, held: Iterable[Tensor]) -> None:
         """Raise ``AssertionError`` unless every slot is either free or ``held``, once."""
