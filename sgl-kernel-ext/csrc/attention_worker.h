@@ -285,14 +285,19 @@ class Worker {
   template <int Number>
   uint8_t* unpack(
       const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end, T* out) const {
+    constexpr Codec codec = kCodecs[Number];
+    constexpr uint32_t tokens = codec.tokens;
     const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
-    const int bytes = kCodecs[Number].block_bytes(p_.head_dim);
+    const int size = codec.code_bytes(p_.head_dim);
+    // The parameters of a block of several tokens are seldom new.
+    const int bytes = size + (tokens == 1 ? codec.param_bytes(p_.head_dim) : 0);
     for (int i = 0; i < count; ++i) {
-      const uint8_t* row = base + slots[i] * pool.slot_stride;
-      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
+      const uint32_t slot = slots[i], next = slots[std::min(i + kKeysAhead, end - 1)];
+      const uint8_t* block = base + slot / tokens * pool.slot_stride;
+      const uint8_t* later = base + next / tokens * pool.slot_stride + next % tokens * size;
       for (int h = 0; h < unit.heads; ++h, out += p_.head_dim) {
         for (int at = 0; at < bytes; at += 64) fetch_line(later + h * pool.head_stride + at);
-        unpack_row<T, Number>(row + h * pool.head_stride, p_.head_dim, out);
+        unpack_row<T, Number>(block + h * pool.head_stride, slot % tokens, p_.head_dim, out);
       }
     }
     return reinterpret_cast<uint8_t*>(out);

@@ -24,8 +24,8 @@ void store_half(uint8_t* p, float x) {
 }
 
 // Codes of 16 values in units of `scale` above `zero`; NaN gives 0.
-void encode16(Vec x, float scale, float zero, float levels, uint8_t* codes) {
-  const Vec v = max((x - splat(zero)) / splat(scale), splat(0.0f));
+void encode16(Vec x, Vec scale, Vec zero, float levels, uint8_t* codes) {
+  const Vec v = max((x - zero) / scale, splat(0.0f));
   const Vec clamped = splat(0.0f) - max(splat(0.0f) - v, splat(-levels));
   const Vec round = splat(12582912.0f);  // 1.5 * 2^23: its low mantissa bits become round(x)
   const Vec shifted = clamped + round;
@@ -34,6 +34,16 @@ void encode16(Vec x, float scale, float zero, float levels, uint8_t* codes) {
     const NativeU8 raw = __builtin_convertvector(code, NativeU8);
     std::memcpy(codes + i * kNativeLanes, &raw, sizeof(raw));
   }
+}
+
+struct Range {
+  float scale, zero;
+};
+
+// Scale and zero of codes up to `levels` for `low` to `high`, as fp16 holds them.
+Range range_of(float low, float high, float levels) {
+  const float zero = round_to_half(low);
+  return {std::max(round_to_half((high - zero) / levels), kLeastHalf), zero};
 }
 
 using Codes = std::array<uint8_t, kMaxHeadDim>;
@@ -50,12 +60,10 @@ void encode_uniform(float* x, int head_dim, const Codec& codec, Codes& codes, ui
       highest = max(load16(x + d), highest);
       lowest = max(splat(0.0f) - load16(x + d), lowest);
     }
-    const float zero = round_to_half(-reduce_max(lowest));
-    const float step = round_to_half((reduce_max(highest) - zero) / levels);
-    const float scale = std::max(step, kLeastHalf);
+    const auto [scale, zero] = range_of(-reduce_max(lowest), reduce_max(highest), levels);
     store_half(params, scale), store_half(params + 2, zero);
     for (int d = begin; d < end; d += kLanes) {
-      encode16(load16(x + d), scale, zero, levels, codes.data() + d);
+      encode16(load16(x + d), splat(scale), splat(zero), levels, codes.data() + d);
     }
   }
 }
@@ -97,6 +105,15 @@ void encode_rotated(float* x, int head_dim, Codes& codes, uint8_t* params) {
   store_half(params, round_to_half(ratio * static_cast<float>(1.0 / std::sqrt(double(block)))));
 }
 
+void store_codes(const Codes& codes, int head_dim, const Codec& codec, uint8_t* row) {
+  const int per_byte = 8 / codec.bits;
+  for (int i = 0; i < codec.code_bytes(head_dim); ++i) {
+    uint8_t byte = 0;
+    for (int j = 0; j < per_byte; ++j) byte |= codes[i * per_byte + j] << j * codec.bits;
+    row[i] = byte;
+  }
+}
+
 template <class T>
 void pack_row(const T* x, int head_dim, const Codec& codec, uint8_t* row) {
   alignas(64) float values[kMaxHeadDim];
@@ -110,41 +127,92 @@ void pack_row(const T* x, int head_dim, const Codec& codec, uint8_t* row) {
   } else {
     encode_rotated<2>(values, head_dim, codes, params);
   }
-  const int per_byte = 8 / codec.bits;
-  for (int i = 0; i < codec.code_bytes(head_dim); ++i) {
-    uint8_t byte = 0;
-    for (int j = 0; j < per_byte; ++j) byte |= codes[i * per_byte + j] << j * codec.bits;
-    row[i] = byte;
+  store_codes(codes, head_dim, codec, row);
+}
+
+// `count` rows, `stride` apart; the last one fills up the block.
+template <class T>
+void pack_channels(
+    const T* x, int64_t stride, int count, int head_dim, const Codec& codec, uint8_t* block) {
+  alignas(64) float values[kMaxHeadDim], highest[kMaxHeadDim], lowest[kMaxHeadDim];
+  const int size = round_up(head_dim, kLanes);
+  std::fill(values + head_dim, values + size, 0.0f);
+  for (int i = 0; i < count; ++i) {
+    widen_row(x + i * stride, head_dim, values);
+    for (int d = 0; d < size; d += kLanes) {
+      const Vec v = load16(values + d), negated = splat(0.0f) - v;
+      store16(highest + d, i == 0 ? v : max(v, load16(highest + d)));
+      store16(lowest + d, i == 0 ? negated : max(negated, load16(lowest + d)));
+    }
+  }
+  const float levels = (1 << codec.bits) - 1;
+  float *scales = highest, *zeros = lowest;  // in their place
+  uint8_t* params = block + codec.tokens * codec.code_bytes(head_dim);
+  for (int d = 0; d < size; ++d) {
+    const auto [scale, zero] = range_of(-lowest[d], highest[d], levels);
+    scales[d] = scale, zeros[d] = zero;
+    if (d >= head_dim) continue;
+    store_half(params + 2 * d, scale), store_half(params + 2 * (head_dim + d), zero);
+  }
+  Codes codes;
+  for (int i = 0; i < codec.tokens; ++i) {
+    if (i < count) {
+      widen_row(x + i * stride, head_dim, values);
+      for (int d = 0; d < size; d += kLanes) {
+        encode16(load16(values + d), load16(scales + d), load16(zeros + d), levels,
+                 codes.data() + d);
+      }
+    }
+    store_codes(codes, head_dim, codec, block + i * codec.code_bytes(head_dim));
+  }
+}
+
+template <class T>
+void pack_all(const Tensor& x, const Tensor& pool, const Codec& codec, const int32_t* slots) {
+  const int64_t count = x.size(0), heads = x.size(1), dim = x.size(2);
+  const T* source = x.const_data_ptr<T>();
+  uint8_t* target = pool.mutable_data_ptr<uint8_t>();
+  const auto in = x.strides(), out = pool.strides();
+  for_rows(ceil_div(count, int64_t{codec.tokens}), heads * dim * codec.tokens, 1 << 14, [&](int64_t b) {
+    const int64_t first = b * codec.tokens;
+    for (int64_t h = 0; h < heads; ++h) {
+      const T* from = source + first * in[0] + h * in[1];
+      uint8_t* block = target + slots[first] / codec.tokens * out[0] + h * out[1];
+      if (codec.scheme == Scheme::kChannel) {
+        const int rows = std::min<int64_t>(codec.tokens, count - first);
+        pack_channels(from, in[0], rows, dim, codec, block);
+      } else {
+        pack_row(from, dim, codec, block);
+      }
+    }
+  });
+}
+
+// Nothing is written before all slots are known to be good.
+void check_slots(const Tensor& slots, const Tensor& pool, const Codec& codec) {
+  const int32_t* slot = slots.const_data_ptr<int32_t>();
+  const int64_t limit = pool.size(0) * codec.tokens;
+  for (int64_t i = 0; i < slots.size(0); ++i) {
+    TORCH_CHECK_INDEX(slot[i] >= 0 && slot[i] < limit, "slots: ", slot[i],
+                      " is outside the packed pool of ", limit, " slots");
+    const int64_t place = i % codec.tokens;
+    TORCH_CHECK_VALUE(slot[i] % codec.tokens == place && slot[i] - place == slot[i - place],
+                      "slots: entry ", i, " is ", slot[i], ", which makes no block of ",
+                      codec.tokens, " tokens");
   }
 }
 
 }  // namespace
 
 void pack_kv(const Tensor& k, const Tensor& v, const KvTensors& pool, const Tensor& slots) {
-  const int64_t count = k.size(0), heads = k.size(1), dim = k.size(2);
-  const auto& [k_packed, v_packed, k_codec, v_codec] = pool;
-  const int64_t limit = std::min(k_packed.size(0), v_packed.size(0));
+  const auto& [k_packed, v_packed, k_number, v_number] = pool;
+  const Codec &k_codec = codec_of(k_number), &v_codec = codec_of(v_number);
+  check_slots(slots, k_packed, k_codec);
+  check_slots(slots, v_packed, v_codec);
   const int32_t* slot = slots.const_data_ptr<int32_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_INDEX(slot[i] >= 0 && slot[i] < limit, "slots: ", slot[i],
-                      " is outside the packed pool of ", limit, " slots");
-  }
   dispatch(k, "k", [&](auto tag) {
-    using T = decltype(tag);
-    const std::tuple<const Tensor&, const Tensor&, int64_t> parts[] = {{k, k_packed, k_codec},
-                                                                       {v, v_packed, v_codec}};
-    for (const auto& [from, to, number] : parts) {
-      const Codec& codec = codec_of(number);
-      const T* source = from.template const_data_ptr<T>();
-      uint8_t* target = to.template mutable_data_ptr<uint8_t>();
-      const auto in = from.strides(), out = to.strides();
-      for_rows(count, heads * dim, 1 << 14, [&](int64_t i) {
-        for (int64_t h = 0; h < heads; ++h) {
-          pack_row(source + i * in[0] + h * in[1], dim, codec,
-                   target + slot[i] * out[0] + h * out[1]);
-        }
-      });
-    }
+    pack_all<decltype(tag)>(k, k_packed, k_codec, slot);
+    pack_all<decltype(tag)>(v, v_packed, v_codec, slot);
   });
 }
 

@@ -13,7 +13,7 @@ namespace sgl_ext {
 
 constexpr int kMaxHeadDim = 1024;
 
-enum class Scheme { kPlain, kUniform, kRotated };
+enum class Scheme { kPlain, kUniform, kRotated, kChannel };
 
 struct Codec {
   int number = 0;
@@ -23,9 +23,9 @@ struct Codec {
   int tokens = 1;
 
   constexpr int code_bytes(int head_dim) const { return head_dim * bits / 8; }
-  constexpr int block_bytes(int head_dim) const {
-    return tokens * code_bytes(head_dim) +
-           2 * (scheme == Scheme::kUniform ? 2 * ceil_div(head_dim, group) : 1);
+  constexpr int param_bytes(int head_dim) const {
+    const int pairs = scheme == Scheme::kUniform ? ceil_div(head_dim, group) : head_dim;
+    return scheme == Scheme::kRotated ? 2 : 4 * pairs;
   }
 };
 
@@ -36,6 +36,9 @@ constexpr Codec kCodecs[] = {
     {2, Scheme::kUniform, 4, 32},
     {3, Scheme::kRotated, 4},
     {4, Scheme::kRotated, 2},
+    {5, Scheme::kUniform, 2, 32},
+    {6, Scheme::kChannel, 4, kMaxHeadDim, 32},
+    {7, Scheme::kChannel, 2, kMaxHeadDim, 32},
 };
 
 static inline const Codec& codec_of(int64_t number) {
@@ -321,14 +324,37 @@ SGL_INLINE void unpack_rotated(const uint8_t* row, int head_dim, T* out) {
   });
 }
 
-// A packed row -> head_dim elements of T.
+// `params`: all scales, then all zeros.
+template <class T, int Bits>
+SGL_INLINE void unpack_channels(
+    const uint8_t* row, const uint8_t* params, int head_dim, T* out) {
+  const c10::Half* scale = reinterpret_cast<const c10::Half*>(params);
+  const c10::Half* zero = scale + head_dim;
+  int d = 0;
+  for (; d + kLanes <= head_dim; d += kLanes) {
+    const Vec codes = load_codes<Bits>(row + d * Bits / 8);
+    store_element16(out + d, fma(codes, load16(scale + d), load16(zero + d)));
+  }
+  if (const int rest = head_dim - d; rest > 0) {
+    uint8_t codes[kLanes] = {};
+    std::memcpy(codes, row + d * Bits / 8, rest * Bits / 8);
+    const Vec x = fma(load_codes<Bits>(codes), load_n(scale + d, rest), load_n(zero + d, rest));
+    store_n(out + d, x, rest);
+  }
+}
+
+// Token `index` of a block -> head_dim elements of T.
 template <class T, int Number>
-SGL_INLINE void unpack_row(const uint8_t* row, int head_dim, T* out) {
+SGL_INLINE void unpack_row(const uint8_t* block, int index, int head_dim, T* out) {
   constexpr Codec codec = kCodecs[Number];
   if constexpr (codec.scheme == Scheme::kUniform) {
-    unpack_uniform<T, Number>(row, head_dim, out);
+    unpack_uniform<T, Number>(block, head_dim, out);
+  } else if constexpr (codec.scheme == Scheme::kRotated) {
+    unpack_rotated<T, codec.bits>(block, head_dim, out);
   } else {
-    unpack_rotated<T, codec.bits>(row, head_dim, out);
+    const int size = codec.code_bytes(head_dim);
+    unpack_channels<T, codec.bits>(
+        block + index * size, block + codec.tokens * size, head_dim, out);
   }
 }
 

@@ -10,6 +10,11 @@ low bits), then parameters in fp16. How element d of a token comes from its code
 
     x[d] = code[d] * scale[g] + zero[g]         # the product is exact
 
+``CHANNEL`` (KIVI, https://arxiv.org/abs/2402.02750): scale and zero of each channel over the tokens
+of a block, all scales before all zeros::
+
+    x[d] = code[d] * scale[d] + zero[d]
+
 ``ROTATED`` (TurboQuant, https://arxiv.org/abs/2504.19874): the head, turned by signs and Hadamard
 matrices H of B x B, is close to Gaussian whatever its outliers, so one scale and the levels of the
 best quantizer of a Gaussian will do. B is the largest power of two that divides D::
@@ -39,6 +44,7 @@ class Scheme(IntEnum):
     PLAIN = 0
     UNIFORM = 1
     ROTATED = 2
+    CHANNEL = 3
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Codec:
 
     def block_bytes(self, head_dim: int) -> int:
         """One block of one KV head."""
-        params = {Scheme.UNIFORM: 2 * -(-head_dim // self.group), Scheme.ROTATED: 1}
+        groups = -(-head_dim // self.group)
+        params = {Scheme.UNIFORM: 2 * groups, Scheme.ROTATED: 1, Scheme.CHANNEL: 2 * head_dim}
         return self.tokens * self.code_bytes(head_dim) + 2 * params[self.scheme]
 
     def row_bytes(self, head_dim: int) -> int:
@@ -77,12 +84,15 @@ class Codec:
 
 
 # As kCodecs in csrc/packed.h.
-PLAIN, UNIFORM8, UNIFORM4, ROTATED4, ROTATED2 = _TABLE = (
+_TABLE = PLAIN, UNIFORM8, UNIFORM4, ROTATED4, ROTATED2, UNIFORM2, CHANNEL4, CHANNEL2 = (
     Codec(0, Scheme.PLAIN, 0),
     Codec(1, Scheme.UNIFORM, 8),
     Codec(2, Scheme.UNIFORM, 4, group=32),
     Codec(3, Scheme.ROTATED, 4),
     Codec(4, Scheme.ROTATED, 2),
+    Codec(5, Scheme.UNIFORM, 2, group=32),
+    Codec(6, Scheme.CHANNEL, 4, tokens=32),
+    Codec(7, Scheme.CHANNEL, 2, tokens=32),
 )
 
 
@@ -112,6 +122,8 @@ CODECS = {
         KvCodec("turbo4", ROTATED4, ROTATED4),
         KvCodec("turbo2", ROTATED2, ROTATED2),
         KvCodec("turbo4v2", ROTATED4, ROTATED2),
+        KvCodec("kivi4", CHANNEL4, UNIFORM4),
+        KvCodec("kivi2", CHANNEL2, UNIFORM2),
     )
 }
 
@@ -168,6 +180,9 @@ def pack_kv(k: Tensor, v: Tensor, pool: ViewPool, slots: Tensor) -> None:
     ``UNIFORM``: each group of channels gets zero = its least element and scale = range /
     (2 ** bits - 1), both rounded to fp16, and the nearest codes (ties to even).
 
+    ``CHANNEL``: so does each channel of as many rows as a block has, in order; the last row fills
+    up the last block.
+
     ``ROTATED``: codes are those of the levels nearest to the turned head in units of its root mean
     square (ties to the lower one); scale is then that of the least squared error, rounded to fp16.
 
@@ -175,10 +190,13 @@ def pack_kv(k: Tensor, v: Tensor, pool: ViewPool, slots: Tensor) -> None:
         k: [n, HKV, D] bf16, fp16 or fp32; D contiguous, a multiple of 8.
         v: like k.
         pool: bytes of a block contiguous; written in place.
-        slots: [n] int32, contiguous; with a slot given twice the row that stays is undefined.
+        slots: [n] int32, contiguous; with a slot given twice the row that stays is undefined. Where
+            blocks have several tokens, each run of so many rows has to have the slots of a block,
+            in order.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong dtype, shape, layout or device.
+        TypeError, ValueError: an argument has the wrong dtype, shape, layout or device; on CPU also
+            where slots do not make blocks.
         IndexError: on CPU, a slot is outside the pool; nothing has been written then.
     """
     _check(k, v, pool, slots)

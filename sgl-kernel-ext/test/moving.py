@@ -81,10 +81,13 @@ def pack_views(
     args: dict[str, Any], codecs: list[tuple[Codec, Codec]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments with pool i of ``move_views`` packed by codecs of keys and values, and with that
-    pool decoded again. Slots that held NaN decode to NaN."""
+    pool decoded again. Slots that held NaN decode to NaN, or to anything if blocks have several
+    tokens."""
     packed, decoded = [], []
     for pool, pair in zip(args["view_pools"], codecs, strict=True):
-        parts = [_packed(x, codec) for x, codec in zip(pool[:2], pair, strict=True)]
+        missing = -len(pool.keys) % max(codec.tokens for codec in pair)
+        whole = [torch.cat([x, x[:1].expand(missing, -1, -1)]) if missing else x for x in pool[:2]]
+        parts = [_packed(x, codec) for x, codec in zip(whole, pair, strict=True)]
         packed.append(ViewPool(*parts, *(codec.number for codec in pair)))
         plain = [
             _unpacked(x, part, codec) for x, part, codec in zip(pool, parts, pair, strict=False)
@@ -97,10 +100,12 @@ def _packed(pool: Tensor, codec: Codec) -> Tensor:
     if codec is PLAIN:
         return pool
     slots, heads, dim = pool.shape
-    width = codec.row_bytes(dim)
-    # Rows apart, as in a pool of keys and values side by side; 0xffff is a NaN.
-    room = torch.full((slots, heads + 2, width + 4), 255, dtype=torch.uint8, device=pool.device)
-    packed = room[:, 1:-1, :width]
+    shape = (slots // codec.tokens, heads + 2, codec.block_bytes(dim) + 4)
+    # Blocks apart, as in a pool of keys and values side by side; 0xffff is a NaN.
+    packed = torch.full(shape, 255, dtype=torch.uint8, device=pool.device)[:, 1:-1, :-4]
+    if codec.tokens > 1:
+        packed[:] = pack(pool.nan_to_num(), codec)
+        return packed
     listed = ~pool[:, 0, 0].isnan()
     packed[listed] = pack(pool[listed], codec)
     return packed

@@ -21,7 +21,16 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from sgl_kernel_ext import CODECS, packed_pool
-from sgl_kernel_ext.packed import PLAIN, ROTATED2, ROTATED4, UNIFORM4, UNIFORM8
+from sgl_kernel_ext.packed import (
+    CHANNEL2,
+    CHANNEL4,
+    PLAIN,
+    ROTATED2,
+    ROTATED4,
+    UNIFORM2,
+    UNIFORM4,
+    UNIFORM8,
+)
 from sgl_kernel_ext.reference import attention as reference
 from sgl_kernel_ext.reference import packed as reference_packed
 from sgl_kernel_ext.triton import attention as kernels
@@ -292,6 +301,7 @@ def test_views_per_head_in_other_pools(device):
 MIXES = (
     ((UNIFORM4, UNIFORM4), (UNIFORM8, UNIFORM4)),
     ((ROTATED4, ROTATED4), (ROTATED4, ROTATED2)),
+    ((CHANNEL4, UNIFORM2), (CHANNEL2, CHANNEL4)),
 )
 
 
@@ -317,14 +327,14 @@ def test_views_in_packed_pools(device, pairs, dtype, head_dim):
 def test_pack_kv(device, dtype, head_dim):
     k, v = torch.randn(2, 9, 2, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     k[3], k[4, :, 5], v[5], v[6] = 0.0, 60000.0, -3.0, v[6] * 1e-6
-    slots = torch.randperm(20)[:9].int()
+    slots = torch.arange(64, 73).int()
     for name, codec in CODECS.items():
-        pool = packed_pool(codec, 20, 2, head_dim, device)
+        pool = packed_pool(codec, 96, 2, head_dim, device)
         pool.keys.fill_(7), pool.values.fill_(7)
         packed.pack_kv(k.to(device), v.to(device), pool, slots.to(device))
         for x, (found, part) in zip((k, v), pool.parts, strict=True):
             expected = torch.full_like(found, 7, device="cpu")
-            expected[slots.long()] = reference_packed.pack(x, part)
+            expected[slots[:: part.tokens].long() // part.tokens] = reference_packed.pack(x, part)
             assert torch.equal(found.cpu(), expected), name
 
 

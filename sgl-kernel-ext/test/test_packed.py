@@ -19,9 +19,12 @@ from sgl_kernel_ext import (
     packed_pool,
 )
 from sgl_kernel_ext.packed import (
+    CHANNEL2,
+    CHANNEL4,
     PLAIN,
     ROTATED2,
     ROTATED4,
+    UNIFORM2,
     UNIFORM4,
     UNIFORM8,
     codec_of,
@@ -69,6 +72,7 @@ def empty(codec: KvCodec, dim: int, slots: int = 90) -> ViewPool:
 
 def test_bytes_of_a_token():
     expected = {"int8": 68 * 2, "int4": 40 * 2, "turbo4": 34 * 2, "turbo2": 18 * 2, "turbo4v2": 52}
+    expected |= {"kivi4": 40 * 2, "kivi2": 24 * 2}
     assert {name: codec.row_bytes(64) for name, codec in CODECS.items()} == expected
 
 
@@ -79,7 +83,7 @@ def test_numbers_name_codecs():
         codec_of(99)
 
 
-@pytest.mark.parametrize("codec", [UNIFORM8, UNIFORM4], ids=str)
+@pytest.mark.parametrize("codec", [UNIFORM8, UNIFORM4, UNIFORM2], ids=str)
 @pytest.mark.parametrize("dim", DIMS)
 def test_elements_are_within_half_a_step(codec, dim):
     x = heads_of(dim, torch.float32)[:30]
@@ -91,6 +95,34 @@ def test_elements_are_within_half_a_step(codec, dim):
         # Scale and zero are off by their rounding to fp16, 2^-11.
         allowed = 0.5 * step + 2**-11 * (low.abs() + (high - low).abs()) + 1e-6
         assert ((found - x)[..., part].abs() <= allowed[..., None]).all()
+
+
+@pytest.mark.parametrize("codec", [CHANNEL4, CHANNEL2], ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_channels_are_within_half_a_step_of_their_block(codec, dim):
+    heads = heads_of(dim, torch.float32)
+    x = torch.cat([heads[:30], heads[38:], heads[:8]])
+    x[..., 5] += 40
+    blocks = pack(x, codec)
+    assert blocks.shape == (3, 3, codec.block_bytes(dim))
+    found = unpack(blocks, dim, codec)
+    assert torch.equal(found[70:], found[69:70].expand(26, -1, -1)), "the last row fills it up"
+    for first in (0, 32, 64):
+        part = slice(first, min(first + 32, 70))
+        low, high = x[part].amin(0), x[part].amax(0)
+        step = (high - low) / (2**codec.bits - 1)
+        allowed = 0.5 * step + 2**-11 * (low.abs() + (high - low).abs()) + 1e-6
+        assert ((found[part] - x[part]).abs() <= allowed).all()
+
+
+def test_an_offset_of_a_channel_costs_nothing_there():
+    """What KIVI is for: keys have channels that are large in every token."""
+    x = randn(320, 64, dtype=torch.float32)
+    plain = [relative_errors(x, codec).mean() for codec in (CHANNEL2, UNIFORM2)]
+    x[:, 7] += 50
+    offset = [(unpack(pack(x, c), 64, c) - x).square().mean() for c in (CHANNEL2, UNIFORM2)]
+    assert plain[0] < 2 * plain[1] and offset[0] < 1.2 * plain[0] * x[:, :7].square().mean()
+    assert offset[1] > 10 * offset[0]
 
 
 # Squared error of the best quantizer of a standard normal variable (J. Max, Quantizing for minimum
@@ -139,7 +171,7 @@ def test_levels_are_means_of_what_is_nearest_to_them(codec):
     assert abs(error / LEAST_ERRORS[codec] - 1) < 1e-3
 
 
-PAIRS = [(UNIFORM8, UNIFORM4), (ROTATED4, ROTATED2)]
+PAIRS = [(UNIFORM8, UNIFORM4), (ROTATED4, ROTATED2), (UNIFORM2, UNIFORM2)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,9 +190,40 @@ def test_pack_kv_is_the_reference(pack_op, codecs, dim, dtype):
         assert (expected == 7).all((1, 2)).sum() == 20, "others stay"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("codecs", [(CHANNEL4, UNIFORM4), (CHANNEL2, CHANNEL2)], ids=str)
+def test_blocks_are_packed_as_in_the_reference(pack_op, codecs, dim, dtype):
+    """Whole blocks in any order, the last one not full."""
+    k, v = heads_of(dim, dtype), heads_of(dim, dtype).flip(0)
+    slots = (torch.tensor([3, 0, 2])[:, None] * 32 + torch.arange(32)).flatten()[:70].int()
+    stacked = torch.stack([k, v], 2)
+    pool = empty(KvCodec("mixed", *codecs), dim, 5 * 32)
+    pack_op(stacked[:, :, 0], stacked[:, :, 1], pool, slots)
+    for x, (found, codec) in zip((k, v), pool.parts, strict=True):
+        expected = torch.full_like(found, 7)
+        expected[(slots[:: codec.tokens] // codec.tokens).long()] = pack(x, codec)
+        assert torch.equal(found, expected)
+        assert (expected == 7).all((1, 2)).sum() == (2 if codec.tokens == 32 else 90)
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (33, 34), (5, 37), (31, 63)])
+def test_slots_that_make_no_block_are_refused(pack_op, bad):
+    k, v = randn(2, 40, 3, 64, dtype=torch.bfloat16)
+    pool = empty(CODECS["kivi4"], 64, 96)
+    slots = torch.arange(40, dtype=torch.int32)
+    pack_op(k, v, pool, slots)
+    pool.keys.fill_(7)
+    slots[bad[0]] = bad[1]
+    with pytest.raises(ValueError, match=r"slots: entry .* block of 32"):
+        pack_op(k, v, pool, slots)
+    assert (pool.keys == 7).all(), "nothing has been written"
+
+
 MIXES = (
     ((UNIFORM4, UNIFORM4), (UNIFORM8, UNIFORM4)),
     ((ROTATED4, ROTATED4), (ROTATED4, ROTATED2)),
+    ((CHANNEL4, UNIFORM2), (CHANNEL2, CHANNEL4)),
 )
 
 
@@ -192,7 +255,7 @@ def test_views_per_kv_head(op):
 
 
 @pytest.mark.parametrize(
-    ("codec", "bytes_"), [(UNIFORM4, (0, 31, 33, 35, 37, 39)), (ROTATED4, (0, 31, 33))], ids=str
+    ("codec", "bytes_"), [(UNIFORM4, (0, 31, 33, 35, 37, 39)), (ROTATED4, (0, 31, 33))]
 )
 def test_codes_and_parameters_count(op, codec, bytes_):
     """Negative control: each byte of a row changes what its groups see, and only that."""

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_kernel_ext.packed import PLAIN, ROTATED2, ROTATED4, UNIFORM4, UNIFORM8
+from sgl_kernel_ext.packed import CHANNEL2, PLAIN, ROTATED4, UNIFORM4, UNIFORM8
 from sgl_kernel_ext.triton import attention, key_scores, packed, tiles
 from sgl_kernel_ext.triton.packed import layout_of
 
@@ -28,6 +28,7 @@ KERNELS = {
     "sum_rows": (key_scores._sum_rows_kernel, {}),
     "pack_uniform": (packed._pack_uniform, {"LAYOUT": layout_of(UNIFORM4, 128)}),
     "pack_rotated": (packed._pack_rotated, {"LAYOUT": layout_of(ROTATED4, 128)}),
+    "pack_channels": (packed._pack_channels, {"LAYOUT": layout_of(CHANNEL2, 128)}),
 }
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Shared memory of a block on the least of the GPUs from sm_80 on (sm_86, sm_89, sm_120).
@@ -50,7 +51,7 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
         "CAUSAL": True,
         "LAYOUTS": tuple(
             tuple(layout_of(codec, head_dim) for codec in pair)
-            for pair in ((PLAIN, PLAIN), (UNIFORM8, UNIFORM4), (ROTATED4, ROTATED2))
+            for pair in ((PLAIN, PLAIN), (UNIFORM8, UNIFORM4), (ROTATED4, CHANNEL2))
         ),
         "SPLIT": tiles.SPLIT,
         "BLOCK_M": tiles.BLOCK_M,
@@ -114,7 +115,9 @@ def test_compiles_and_fits(name, capability, dtype, head_dim):
 FUSED = re.compile(r"fma\.\S*f32|(mul|add|sub)\.(ftz\.)?f32")
 
 
-@pytest.mark.parametrize("name", ["split", "in_order", "merge", "pack_uniform", "pack_rotated"])
+@pytest.mark.parametrize(
+    "name", ["split", "in_order", "merge", "pack_uniform", "pack_rotated", "pack_channels"]
+)
 def test_no_contraction(name):
     assert not FUSED.search(compile_kernel(name, 90, torch.bfloat16, 128).asm["ptx"])
 

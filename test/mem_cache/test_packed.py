@@ -25,6 +25,23 @@ def test_slots_are_handed_out_once():
     pool.check_integrity([third, second])
 
 
+def test_blocks_are_handed_out_whole():
+    pool = make(70, "kivi4")
+    assert pool.tokens == pool.available() == 96
+    first, second = pool.alloc(33), pool.alloc(1)
+    assert first is not None and second is not None and pool.available() == 0
+    for slots, size in ((first, 64), (second, 32)):
+        assert torch.equal(slots % 32, torch.arange(size, dtype=torch.int32) % 32)
+    pool.check_integrity([first, second])
+    with pytest.raises(AssertionError):
+        pool.check_integrity([first, second[:1]])
+    assert pool.alloc(1) is None
+    pool.free(first)
+    assert pool.alloc(65) is None and pool.available() == 64
+    third = pool.alloc(64)
+    assert third is not None and set(third.tolist()) == set(first.tolist())
+
+
 @pytest.mark.parametrize("held", [lambda a, b: [a], lambda a, b: [a, b, b[:1]]])
 def test_lost_and_doubled_slots_are_found(held):
     pool = make()
@@ -36,6 +53,8 @@ def test_lost_and_doubled_slots_are_found(held):
 def test_sizes_in_bytes():
     assert make(codec="int8").token_bytes == 2 * 2 * 3 * 68
     assert make(codec="int4").nbytes == 10 * 2 * 2 * 3 * 40
+    pool = make(33, codec="kivi2")
+    assert pool.nbytes == 64 * 2 * 2 * 3 * 24 == sum(t.nbytes for p in pool.layers for t in p[:2])
 
 
 def test_a_layer_is_written_and_no_other():

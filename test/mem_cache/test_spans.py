@@ -16,6 +16,8 @@ from sglang_vericache.mem_cache.spans import cut, join, span_tokens
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 8, 16
 SLOTS = 100
 
+DIVISIBLE = {name: codec for name, codec in CODECS.items() if codec.tokens == 1}
+
 
 def copied(lists, length, dtype=torch.bfloat16, seed=0, codec=None):
     """A pool, packed or not, a view of random positions and what the view lists."""
@@ -45,7 +47,7 @@ def copied(lists, length, dtype=torch.bfloat16, seed=0, codec=None):
 
 
 @pytest.mark.parametrize("lists", [1, HEADS])
-@pytest.mark.parametrize("codec", [None, *CODECS])
+@pytest.mark.parametrize("codec", [None, *DIVISIBLE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_copy_survives(lists, codec, dtype):
     """H3: a compressed copy comes back bit for bit, codes and their scales as well."""
@@ -83,12 +85,12 @@ def test_lists_of_different_lengths_survive():
 def test_codes_are_fewer_bytes():
     """What a span takes is what its rows take, and some text about them."""
     sizes = {}
-    for codec in (None, *CODECS):
+    for codec in (None, *DIVISIBLE):
         _, view, _, keys, values = copied(1, 2 * TOKENS, codec=codec)
         rows = sum(piece.nbytes for piece in (*keys, *values))
         sizes[codec] = rows / (2 * sum(view.kept) * HEADS)
         assert 0 < sum(map(len, cut(view, keys, values, TOKENS))) - rows < 2 * 600
-    assert sizes == {None: 2 * DIM} | {n: c.row_bytes(DIM) / 2 for n, c in CODECS.items()}
+    assert sizes == {None: 2 * DIM} | {n: c.row_bytes(DIM) / 2 for n, c in DIVISIBLE.items()}
     assert sizes["int8"] == DIM + 4 and sizes["turbo2"] == DIM / 4 + 2
 
 

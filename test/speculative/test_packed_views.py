@@ -90,6 +90,32 @@ def test_copies_hold_the_listed_tokens(views, heads):
                 torch.testing.assert_close(found, expected, atol=0.03, rtol=0.01)
 
 
+def test_copies_of_blocks_hold_the_listed_tokens(views):
+    """Lists of different lengths, of more than one block and of less."""
+    views.store.widen(HEADS)
+    kept = torch.arange(0, 80, 2, dtype=torch.int32)
+    lists = torch.stack([kept, kept.minimum(kept[4]), kept.minimum(kept[32])])
+    lengths = (40, 5, 33)
+    view = DraftView((lists,) * LAYERS, 80, (lengths,) * LAYERS)
+    view.check_integrity()
+    assert views.file(state(1, codec="kivi4"), view, SOURCE[:80])
+    assert views.usage()["kivi4"] == {"tokens": 128, "bytes": 128 * 480, "used": 64}
+    filed = views.store.lists(torch.tensor([1]), torch.ones(1, dtype=torch.int32))
+    for layer in range(LAYERS):
+        for head, count in enumerate(lengths):
+            start = int(filed.start[layer, 0, head])
+            slots = filed.indices[start : start + count].long()
+            source = SOURCE[lists[head, :count].long()].long()
+            for (packed, codec), plain in zip(
+                views.pools[0][layer].parts, views._kv.buffers[layer], strict=True
+            ):
+                found = unpack(packed, DIM, codec)[slots, head]
+                torch.testing.assert_close(found, plain[source, head], atol=0.25, rtol=0.01)
+    views.check_integrity()
+    views.retain([])
+    assert views.pool("kivi4").available() == 128
+
+
 def test_lists_of_different_lengths_share_slots(views):
     """Entry j of every list is in slot j; a shorter list ends before the others."""
     views.store.widen(HEADS)

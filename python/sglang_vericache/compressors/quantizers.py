@@ -37,13 +37,14 @@ class Int4(Identity):
 
 
 class Turbo4(Identity):
-    """Keep every token as 4-bit codes of its rotated heads (https://arxiv.org/abs/2504.19874).
+    """Keep every token as 4-bit codes of its rotated heads.
 
-    y = H (s * x) / sqrt(D) with fixed random signs s and a Hadamard matrix H is close to Gaussian,
-    whatever the outliers of x. code_d is that of the level nearest to y_d / rms(y) in the best
-    quantizer of a Gaussian (Lloyd-Max), and y is kept as scale * level[code], with the scale of the
-    least squared error. TurboQuant keeps the norm; the scale loses less, at the same two bytes.
-    Squared error 0.0095 of the norm. Signs and matrix are the same everywhere: nothing to calibrate.
+    TurboQuant (https://arxiv.org/abs/2504.19874): y = H (s * x) / sqrt(D), with random signs s that
+    are always the same and a Hadamard matrix H, is close to Gaussian whatever the outliers of x.
+    code_d is that of the level nearest to y_d / rms(y) in the best quantizer of a Gaussian
+    (Lloyd-Max), and y is kept as scale * level[code], scale being that of the least squared error:
+    the paper's, the norm, loses more at the same two bytes. Squared error 0.0095 of the squared
+    norm.
 
     A draft reads D / 2 + 2 bytes a head instead of 2 D (bf16): 0.27 at D = 64.
     Limits: where D is no power of two, fewer channels are mixed: at D = 80, 16 of them.
@@ -54,7 +55,7 @@ class Turbo4(Identity):
 
 
 class Turbo2(Identity):
-    """As ``turbo4`` with 2 bits: squared error 0.1175 of the norm.
+    """As ``turbo4`` with 2 bits: squared error 0.1175 of the squared norm.
 
     A draft reads D / 4 + 2 bytes a head instead of 2 D (bf16): 0.14 at D = 64.
     Limits: keys lose too much.
@@ -76,8 +77,38 @@ class Turbo4V2(Identity):
     codec: ClassVar[str | None] = "turbo4v2"
 
 
-METHODS: tuple[type[Dropper], ...] = (Int8, Int4, Turbo4, Turbo4V2, Turbo2)
-CODECS = tuple(str(cls.codec) for cls in METHODS)
+class Kivi4(Identity):
+    """Keep every token as 4-bit codes: K per channel, V per token, the latest 32 as they are.
+
+    KIVI (https://arxiv.org/abs/2402.02750): keys have channels that are large in all tokens, so
+    their codes are uniform over the range of a channel in 32 listed tokens; those of V over the
+    range of 32 channels of a token, as in ``int4``. The last ``residual`` tokens of the context are
+    not packed, nor is what was generated since.
+
+    A draft reads 5/8 D bytes a head instead of 2 D (bf16), 0.31, and the latest tokens.
+    Limits: 32 tokens share slots, so a copy takes up to 31 more; no copies in a store, since those
+    are read in parts; with full KV on the host nothing is left unpacked.
+    """
+
+    name: ClassVar[str] = "kivi4"
+    codec: ClassVar[str | None] = "kivi4"
+    residual: ClassVar[int] = 32
+    divisible: ClassVar[bool] = False
+
+
+class Kivi2(Kivi4):
+    """As ``kivi4`` with 2 bits, the paper's.
+
+    A draft reads 3/8 D bytes a head instead of 2 D (bf16), 0.19, and the latest tokens.
+    Limits: as ``kivi4``.
+    """
+
+    name: ClassVar[str] = "kivi2"
+    codec: ClassVar[str | None] = "kivi2"
+
+
+METHODS: tuple[type[Dropper], ...] = (Int8, Int4, Turbo4, Turbo4V2, Turbo2, Kivi4, Kivi2)
+CODECS: dict[str, type[Dropper]] = {str(cls.codec): cls for cls in METHODS}
 
 
 @cache
@@ -86,4 +117,5 @@ def quantized(cls: type[Dropper], codec: str) -> type[Dropper]:
     name = f"{cls.name}+{codec}"
     doc = f"{cls.__doc__}\n\n    What is kept is packed as {codec}."
     members = {"name": name, "codec": codec, "__doc__": doc, "__module__": cls.__module__}
+    members |= {key: getattr(CODECS[codec], key) for key in ("residual", "divisible")}
     return type(f"{cls.__name__}{codec.title()}", (cls,), members)

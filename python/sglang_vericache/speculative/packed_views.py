@@ -138,8 +138,9 @@ class PackedViews:
         """The copy of a request that holds one.
 
         Returns:
-            Packed keys and values of a layer, ``[pool slots, HKV, row bytes]`` each, and the slots
-            of the listed tokens in their order, at least as many as the layer lists.
+            Packed keys and values of a layer, ``[pool slots, HKV, row bytes]`` each of a divisible
+            copy, and the slots of the listed tokens in their order, at least as many as the layer
+            lists.
         """
         held = self._held[state.serial]
         pool = self._pools[held.codec].layers[layer]

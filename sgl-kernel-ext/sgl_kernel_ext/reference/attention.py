@@ -66,8 +66,11 @@ def ragged_attention(
 
 def _rows(pool: Tensor, codec: Codec, slots: Tensor, head: int, q: Tensor) -> Tensor:
     """``[n, D]`` in q's dtype, unpacked if need be."""
-    rows = pool[slots, head]
-    return rows if codec is PLAIN else unpack(rows, q.shape[2], codec).to(q.dtype)
+    if codec is PLAIN:
+        return pool[slots, head]
+    blocks, place = (slots // codec.tokens).unique(return_inverse=True)
+    rows = unpack(pool[blocks, head], q.shape[2], codec).to(q.dtype)
+    return rows[place * codec.tokens + slots % codec.tokens]
 
 
 def key_scores(

@@ -14,27 +14,33 @@ _HALF = torch.finfo(torch.float16)
 def pack_kv(k: Tensor, v: Tensor, pool: ViewPool, slots: Tensor) -> None:
     """See :func:`sgl_kernel_ext.pack_kv`."""
     for x, (blocks, codec) in zip((k, v), pool.parts, strict=True):
-        blocks[slots.long()] = pack(x, codec)
+        blocks[slots[:: codec.tokens].long() // codec.tokens] = pack(x, codec)
 
 
 def pack(x: Tensor, codec: Codec) -> Tensor:
-    """Rows ``[..., D]`` -> ``[..., row bytes]`` uint8."""
-    codes, params = _ENCODE[codec.scheme](x.float(), codec)
+    """Rows ``[n, ..., D]`` -> blocks ``[ceil(n / tokens), ..., block bytes]`` uint8.
+
+    The last row fills up the last block.
+    """
+    rows = torch.cat([x, x[-1:].expand(-len(x) % codec.tokens, *x.shape[1:])])
+    by_block = rows.unflatten(0, (-1, codec.tokens)).movedim(1, -2)
+    codes, params = _ENCODE[codec.scheme](by_block.float(), codec)
     if codec.bits < 8:
         parts = codes.unflatten(-1, (-1, 8 // codec.bits)).unbind(-1)
         codes = torch.zeros_like(parts[0])
         for i, part in enumerate(parts):
             codes |= part << (i * codec.bits)
-    return torch.cat([codes, params.view(torch.uint8)], -1)
+    return torch.cat([codes.flatten(-2), params.flatten(-2).view(torch.uint8)], -1)
 
 
-def unpack(rows: Tensor, head_dim: int, codec: Codec) -> Tensor:
-    """Packed rows ``[..., row bytes]`` -> fp32 ``[..., D]``."""
-    size = codec.code_bytes(head_dim)
-    params = rows[..., size:].contiguous().view(torch.float16).float()
-    shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=rows.device)
-    codes = (rows[..., :size, None] >> shifts & 2**codec.bits - 1).flatten(-2)
-    return _DECODE[codec.scheme](codes, params, codec)
+def unpack(blocks: Tensor, head_dim: int, codec: Codec) -> Tensor:
+    """Packed blocks ``[b, ..., block bytes]`` -> fp32 ``[b * tokens, ..., D]``."""
+    size = codec.tokens * codec.code_bytes(head_dim)
+    params = blocks[..., size:].contiguous().view(torch.float16).float()[..., None, :]
+    shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=blocks.device)
+    codes = (blocks[..., :size, None] >> shifts & 2**codec.bits - 1).flatten(-2)
+    by_block = _DECODE[codec.scheme](codes.unflatten(-1, (codec.tokens, -1)), params, codec)
+    return by_block.movedim(-2, 1).flatten(0, 1)
 
 
 def _encode_uniform(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
@@ -64,6 +70,16 @@ def _decode_uniform(codes: Tensor, params: Tensor, codec: Codec) -> Tensor:
     scale, zero = params.unflatten(-1, (-1, 2)).split(1, -1)
     padded = F.pad(codes.float(), (0, -head_dim % group)).unflatten(-1, (-1, group))
     return (padded * scale + zero).flatten(-2)[..., :head_dim]
+
+
+def _encode_channel(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
+    codes, scale, zero = _nearest(x, x.amin(-2), x.amax(-2), -2, codec.bits)
+    return codes, torch.stack([scale, zero], -2)
+
+
+def _decode_channel(codes: Tensor, params: Tensor, codec: Codec) -> Tensor:
+    scale, zero = params.chunk(2, -1)
+    return codes * scale + zero
 
 
 def _encode_rotated(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
@@ -134,5 +150,13 @@ def _tree_sum(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
-_ENCODE = {Scheme.UNIFORM: _encode_uniform, Scheme.ROTATED: _encode_rotated}
-_DECODE = {Scheme.UNIFORM: _decode_uniform, Scheme.ROTATED: _decode_rotated}
+_ENCODE = {
+    Scheme.UNIFORM: _encode_uniform,
+    Scheme.ROTATED: _encode_rotated,
+    Scheme.CHANNEL: _encode_channel,
+}
+_DECODE = {
+    Scheme.UNIFORM: _decode_uniform,
+    Scheme.ROTATED: _decode_rotated,
+    Scheme.CHANNEL: _decode_channel,
+}

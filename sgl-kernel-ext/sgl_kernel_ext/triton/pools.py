@@ -50,16 +50,18 @@ def load_rows(
 def _replace(k, v, pool, kv_head, slot, d, viewed, LAYOUT: tl.constexpr, D: tl.constexpr):
     """``k`` and ``v`` with the rows ``viewed`` from this pool."""
     keys, k_slot, k_head, values, v_slot, v_head = pool
-    k_rows = keys + kv_head * k_head + slot * k_slot
-    v_rows = values + kv_head * v_head + slot * v_slot
-    k = tl.where(viewed, _load(k_rows, d, viewed, LAYOUT[0], D, k.dtype), k)
-    v = tl.where(viewed, _load(v_rows, d, viewed, LAYOUT[1], D, v.dtype), v)
+    keys += kv_head * k_head
+    values += kv_head * v_head
+    k = tl.where(viewed, _load(keys, k_slot, slot, d, viewed, LAYOUT[0], D, k.dtype), k)
+    v = tl.where(viewed, _load(values, v_slot, slot, d, viewed, LAYOUT[1], D, v.dtype), v)
     return k, v
 
 
 @triton.jit
-def _load(rows, d, mask, LAYOUT: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
+def _load(head, stride, slot, d, mask, LAYOUT: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
     if LAYOUT[0] == 0:
-        return tl.load(rows + d[None, :], mask=mask, other=0.0)
+        return tl.load(head + slot * stride + d[None, :], mask=mask, other=0.0)
     else:
-        return load_packed(rows, d, mask, LAYOUT, D, dtype)
+        TOKENS: tl.constexpr = LAYOUT[3]
+        blocks = head + slot // TOKENS * stride
+        return load_packed(blocks, slot % TOKENS, d, mask, LAYOUT, D, dtype)
