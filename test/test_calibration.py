@@ -19,7 +19,7 @@ from sglang_vericache.compressors import Calibration, create
 from sglang_vericache.config import VeriCacheConfig, from_options
 from sglang_vericache.embedded_model import ensure_embedded_model
 from sglang_vericache.entrypoints.admission import check_options
-from sglang_vericache.mem_cache.storage_identity import tensors_digest, weights_digest
+from sglang_vericache.checkpoint import tensors_digest, weights_digest
 
 FOUND = Calibration(heads=((0, 2), (1, 3)), weights=(0.25, 0.75))
 

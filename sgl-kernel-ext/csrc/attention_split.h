@@ -41,11 +41,17 @@ static inline bool all_below(const int32_t* slots, int count, int64_t limit) {
   return largest < limit;
 }
 
-// Addresses of one head's rows of `slots`, zero rows up to a full block of 16.
-static inline void locate_rows(
+// Addresses of one head's rows of `slots`.
+static inline void list_rows(
     const KvPool& pool, int64_t head, const int32_t* slots, int count, const uint8_t** rows) {
   const uint8_t* base = pool.base + head * pool.head_stride;
   for (int i = 0; i < count; ++i) rows[i] = base + slots[i] * pool.slot_stride;
+}
+
+// The same, with zero rows up to a full block of 16.
+static inline void locate_rows(
+    const KvPool& pool, int64_t head, const int32_t* slots, int count, const uint8_t** rows) {
+  list_rows(pool, head, slots, count, rows);
   std::fill(rows + count, rows + round_up(count, kLanes), kZeroRow);
 }
 

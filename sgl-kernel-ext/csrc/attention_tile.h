@@ -27,6 +27,9 @@ constexpr int kTileRows = 6, kTileCols = 1;
 constexpr int kTileRows = 2, kTileCols = 1;
 #endif
 
+// Keys that are multiplied together.
+constexpr int kPanelKeys = kTileCols * kLanes;
+
 SGL_INLINE Vec load_words(const uint32_t* p) {
   Vec r;
   std::memcpy(&r, p, sizeof(r));
@@ -65,6 +68,36 @@ SGL_INLINE Vec splat_word(uint32_t x) {
 }
 
 // `resume` continues the chains that `c` holds.
+template <int R, int C>
+SGL_INLINE void load_tile(const float* c, int64_t ldc, bool resume, Vec (&acc)[R][C]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < C; ++j) acc[r][j] = resume ? load16(c + r * ldc + j * kLanes) : Vec{};
+  }
+}
+
+template <int R, int C>
+SGL_INLINE void store_tile(float* c, int64_t ldc, const Vec (&acc)[R][C]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < C; ++j) store16(c + r * ldc + j * kLanes, acc[r][j]);
+  }
+}
+
+// One step of every chain: the words `a` of R rows times those of C vectors.
+template <class T, int R, int C>
+SGL_INLINE void multiply_tile(
+    const uint32_t* a, int64_t lda, const Vec (&col)[C], Vec (&acc)[R][C]) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    const Vec row = splat_word(a[r * lda]);
+#pragma GCC unroll 4
+    for (int j = 0; j < C; ++j) acc[r][j] = Words<T>::step(acc[r][j], row, col[j]);
+  }
+}
+
 template <class T, int R, int C>
 static void gemm_tile(
     const uint32_t* a,
@@ -74,30 +107,15 @@ static void gemm_tile(
     float* c,
     int64_t ldc,
     bool resume) {
-  Vec acc[R][C] = {};
-  if (resume) {
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < C; ++j) acc[r][j] = load16(c + r * ldc + j * kLanes);
-    }
-  }
+  Vec acc[R][C];
+  load_tile<R, C>(c, ldc, resume, acc);
   for (int k = 0; k < depth; ++k, b += C * kLanes) {
     Vec col[C];
 #pragma GCC unroll 4
     for (int j = 0; j < C; ++j) col[j] = load_words(b + j * kLanes);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const Vec row = splat_word(a[r * lda + k]);
-#pragma GCC unroll 4
-      for (int j = 0; j < C; ++j) acc[r][j] = Words<T>::step(acc[r][j], row, col[j]);
-    }
+    multiply_tile<T, R, C>(a + k, lda, col, acc);
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int j = 0; j < C; ++j) store16(c + r * ldc + j * kLanes, acc[r][j]);
-  }
+  store_tile<R, C>(c, ldc, acc);
 }
 
 // One row tile (rows <= kTileRows) times every panel of B; `vecs` is the width of B in vectors.
@@ -124,7 +142,7 @@ static void gemm_rows(
 }
 
 // Four words of 16 rows -> four vectors, vector w holding word w of rows 0..15.
-SGL_INLINE void transpose_16x4(const uint8_t* const* rows, int64_t offset, uint32_t* const* out) {
+SGL_INLINE void transpose_16x4(const uint8_t* const* rows, int64_t offset, Vec (&out)[4]) {
 #if defined(__AVX2__)
   const auto load = [&](int row) {
     return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + offset));
@@ -148,19 +166,20 @@ SGL_INLINE void transpose_16x4(const uint8_t* const* rows, int64_t offset, uint3
     const auto r0 = quads(0, part), r1 = quads(1, part), r2 = quads(2, part), r3 = quads(3, part);
     const auto a = SGL_MM(unpacklo_ps)(r0, r1), b = SGL_MM(unpackhi_ps)(r0, r1);
     const auto c = SGL_MM(unpacklo_ps)(r2, r3), d = SGL_MM(unpackhi_ps)(r2, r3);
-    const int at = part * kNativeLanes;
-    SGL_MM(storeu_ps)((float*)(out[0] + at), SGL_MM(shuffle_ps)(a, c, 0x44));
-    SGL_MM(storeu_ps)((float*)(out[1] + at), SGL_MM(shuffle_ps)(a, c, 0xee));
-    SGL_MM(storeu_ps)((float*)(out[2] + at), SGL_MM(shuffle_ps)(b, d, 0x44));
-    SGL_MM(storeu_ps)((float*)(out[3] + at), SGL_MM(shuffle_ps)(b, d, 0xee));
+    out[0].part[part] = (NativeF32)SGL_MM(shuffle_ps)(a, c, 0x44);
+    out[1].part[part] = (NativeF32)SGL_MM(shuffle_ps)(a, c, 0xee);
+    out[2].part[part] = (NativeF32)SGL_MM(shuffle_ps)(b, d, 0x44);
+    out[3].part[part] = (NativeF32)SGL_MM(shuffle_ps)(b, d, 0xee);
   }
 #undef SGL_MM
 #else
+  float words[4][kLanes];
   for (int row = 0; row < kLanes; ++row) {
-    uint32_t quad[4];
+    float quad[4];
     std::memcpy(quad, rows[row] + offset, sizeof(quad));
-    for (int w = 0; w < 4; ++w) out[w][row] = quad[w];
+    for (int w = 0; w < 4; ++w) words[w][row] = quad[w];
   }
+  for (int w = 0; w < 4; ++w) out[w] = load16(words[w]);
 #endif
 }
 
@@ -194,14 +213,15 @@ static void pack_k_block(
     rows = converted;
   }
   for (int k = 0; k < depth; k += 4, out += 4 * step) {
-    uint32_t* const quad[4] = {out, out + step, out + 2 * step, out + 3 * step};
-    transpose_16x4(rows, int64_t{k} * 4, quad);
+    Vec words[4];
+    transpose_16x4(rows, int64_t{k} * 4, words);
+    for (int w = 0; w < 4; ++w) store_words(out + w * step, words[w]);
   }
 }
 
 #if defined(__AVX512BF16__)
 // 32 bf16 of two rows -> two vectors of 16 words, word d holding element d of both.
-SGL_INLINE void interleave_32(const void* first, const void* second, uint32_t* low, uint32_t* high) {
+SGL_INLINE void interleave_32(const void* first, const void* second, Vec& low, Vec& high) {
   alignas(64) static constexpr auto kOrder = [] {
     std::array<uint16_t, 64> order{};
     for (int d = 0; d < 32; ++d) order[2 * d] = d, order[2 * d + 1] = 32 + d;
@@ -210,8 +230,8 @@ SGL_INLINE void interleave_32(const void* first, const void* second, uint32_t* l
   const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
   const __m512i lower = _mm512_load_si512(kOrder.data());
   const __m512i upper = _mm512_load_si512(kOrder.data() + 32);
-  _mm512_storeu_si512(low, _mm512_permutex2var_epi16(a, lower, b));
-  _mm512_storeu_si512(high, _mm512_permutex2var_epi16(a, upper, b));
+  low.part[0] = (NativeF32)_mm512_permutex2var_epi16(a, lower, b);
+  high.part[0] = (NativeF32)_mm512_permutex2var_epi16(a, upper, b);
 }
 #endif
 
@@ -238,7 +258,10 @@ static void pack_v_block(
       const int64_t at = int64_t{v} * kLanes * sizeof(T);
 #pragma GCC unroll 8
       for (int r = 0; r < kLanes; r += 2, out += step) {
-        interleave_32(rows[r] + at, rows[r + 1] + at, out, out + kLanes);
+        Vec low, high;
+        interleave_32(rows[r] + at, rows[r + 1] + at, low, high);
+        store_words(out, low);
+        store_words(out + kLanes, high);
       }
     }
   }

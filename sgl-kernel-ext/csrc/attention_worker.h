@@ -1,8 +1,9 @@
-// Attention of one work item: its keys are staged panel by panel, whatever pool they lie in, then
-// packed, multiplied, and merged split by split.
+// Attention of one work item, panel by panel and merged split by split: a few queries read keys and
+// values where they lie, many read them packed, and rows of packed pools are unpacked before either.
 #pragma once
 #include <cmath>
 
+#include "attention_few.h"
 #include "attention_plan.h"
 
 namespace sgl_ext {
@@ -35,7 +36,7 @@ class Worker {
     probs_ = reinterpret_cast<uint32_t*>(parts[5]);
     state_ = parts[6];
     partial_ = parts[7];
-    stage_ = reinterpret_cast<uint8_t*>(parts[8]);
+    unpacked_ = reinterpret_cast<uint8_t*>(parts[8]);
   }
 
   void run(const Item& item) {
@@ -76,7 +77,7 @@ class Worker {
  private:
   static constexpr int kPair = Words<T>::kPair;
   static constexpr int kProbs = kSplit / kPair;
-  static constexpr int kPanel = kTileCols * kLanes;  // keys
+  static constexpr int kPanel = kPanelKeys;
   using Rows = const uint8_t*[kPanel];
 
   // Slots of a split's keys and of some to fetch ahead: the first `elsewhere` of them in another
@@ -86,49 +87,31 @@ class Worker {
     int end, elsewhere, pool;
   };
 
-  // The panel staged next: its rows are fetched while the one at hand is multiplied, a few at every
-  // step, so that memory does not rest meanwhile.
-  struct Next {
-    KvPool KvPools::* part;
-    int key, end, share;
-  };
-
   // Writes the split's state of every query that sees any of it; returns the first of those.
   int attend(const Unit& unit, int split, float* states) {
     const int begin = split * kSplit;
     const auto seen = [&](int i) { return std::min(kSplit, p_.visible(unit, i) - begin); };
     int first = 0;
     while (first < unit.queries && seen(first) <= 0) ++first;
-    const int count = seen(unit.queries - 1);
-    const int blocks = ceil_div(count, kLanes);
+    const int count = seen(unit.queries - 1), blocks = ceil_div(count, kLanes);
+    const int queries = unit.queries - first;
 
     SplitKeys keys;
     if (!list_keys(unit.list, begin, count, keys)) return unit.queries;
     if (split == first_split_) {  // there was no panel before
-      Next now{&KvPools::k, 0, std::min(kPanel, count), kPanel};
-      fetch_some(unit, keys, now);
+      fetch_next(&KvPools::k, unit, keys, 0, count, 1);
+      fetch_.step();
     }
     for (int panel = 0; panel < count; panel += kPanel) {
-      stage_panel(&KvPools::k, unit, keys, panel, std::min(kPanel, count - panel));
-      const bool last = panel + kPanel >= count;
-      Next next = last ? upcoming(&KvPools::v, unit, 0, count)
-                       : upcoming(&KvPools::k, unit, panel + kPanel, count);
-      const int width = std::min(kTileCols, blocks - panel / kLanes);
-      for (int h = 0; h < unit.heads; ++h) {
-        Rows rows;
-        locate_staged(unit, h, std::min(kPanel, count - panel), rows);
-        for (int b = 0; b < width; ++b) {
-          pack_k_block<T>(rows + b * kLanes, b, width, p_.head_dim, k_, convert_);
-          fetch_some(unit, keys, next);
-        }
-        const int64_t at = h * unit.queries;
-        for (int i = first; i < unit.queries; i += kTileRows) {
-          gemm_rows<T>(
-              std::min(kTileRows, unit.queries - i), q_ + (at + i) * depth_, depth_, k_, depth_,
-              width, scores_ + (at + i) * kSplit + panel, kSplit);
-          fetch_some(unit, keys, next);
-        }
+      const int here = std::min(kPanel, count - panel);
+      const int steps = unit.heads * score_steps(queries, here);
+      unpack_panel(&KvPools::k, unit, keys, panel, here);
+      if (panel + kPanel < count) {
+        fetch_next(&KvPools::k, unit, keys, panel + kPanel, count, steps);
+      } else {
+        fetch_next(&KvPools::v, unit, keys, 0, count, steps + unit.heads * queries);
       }
+      for (int h = 0; h < unit.heads; ++h) score(unit, h, keys, first, panel, here);
     }
     for (int h = 0; h < unit.heads; ++h) {
       for (int i = first; i < unit.queries; ++i) {
@@ -136,20 +119,39 @@ class Worker {
         softmax_split<T>(
             scores_ + at * kSplit, seen(i), blocks, p_.scale_log2, probs_ + at * kProbs,
             states + at * state_size_);
+        fetch_.step();
       }
     }
     for (int panel = 0; panel < count; panel += kPanel) {
-      const int width = std::min(kPanel, count - panel);
-      stage_panel(&KvPools::v, unit, keys, panel, width);
-      const bool last = panel + kPanel >= count;
-      Next next = last ? upcoming(&KvPools::k, unit, count, keys.end)
-                       : upcoming(&KvPools::v, unit, panel + kPanel, count);
-      const auto fetch = [&] { fetch_some(unit, keys, next); };
+      const int here = std::min(kPanel, count - panel);
+      const int steps = unit.heads * value_steps(queries, here);
+      unpack_panel(&KvPools::v, unit, keys, panel, here);
+      if (panel + kPanel < count) {
+        fetch_next(&KvPools::v, unit, keys, panel + kPanel, count, steps);
+      } else {
+        fetch_next(&KvPools::k, unit, keys, count, keys.end, steps);
+      }
       for (int h = 0; h < unit.heads; ++h) {
-        add_values(unit, h, first, panel, width, seen, states, fetch);
+        add_values(unit, h, keys, first, panel, here, seen, states);
       }
     }
     return first;
+  }
+
+  bool reads_keys(int queries) const { return kReadsRows<T> && queries <= kFewQueries; }
+  bool reads_values(int queries) const {
+    return reads_keys(queries) && p_.head_dim % (2 * kLanes) == 0;
+  }
+
+  // Steps of `fetch_` while so many queries are multiplied with a panel of one KV head.
+  int score_steps(int queries, int keys) const {
+    const int blocks = ceil_div(keys, kLanes);
+    if (!reads_keys(queries)) return blocks + ceil_div(queries, kTileRows);
+    return ceil_div(blocks, kScoreBlocks) * score_tiles(queries) * (depth_ / 4);
+  }
+  int value_steps(int queries, int keys) const {
+    const int blocks = ceil_div(keys, kLanes), tiles = ceil_div(queries, kTileRows);
+    return reads_values(queries) ? tiles * blocks * kLanes / kPair : blocks + tiles;
   }
 
   // Lists `count` keys from `begin` on and those to fetch ahead; false if a slot is out of range.
@@ -167,35 +169,85 @@ class Worker {
            check(0, keys.slots + keys.elsewhere, keys.end - keys.elsewhere);
   }
 
-  // Stages `count` keys or values of a split from `panel` on.
-  void stage_panel(
+  // Unpacks those of `count` keys or values of a split from `panel` on that are packed.
+  void unpack_panel(
       KvPool KvPools::* part, const Unit& unit, const SplitKeys& keys, int panel, int count) {
+    const int packed = std::clamp(keys.elsewhere - panel, 0, count);
+    const KvPool& pool = p_.pools[keys.pool].*part;
+    if (packed == 0 || pool.codec.bits == 0) return;
+    dispatch_codec(pool.codec, [&](auto number) {
+      unpack<number>(
+          pool, unit, keys.slots + panel, packed, keys.elsewhere - panel,
+          reinterpret_cast<T*>(unpacked_));
+    });
+  }
+
+  // Addresses of one head's rows of such a panel, zero rows up to a full block of 16.
+  void locate(
+      KvPool KvPools::* part,
+      const Unit& unit,
+      int h,
+      const SplitKeys& keys,
+      int panel,
+      int count,
+      Rows& rows) const {
     const int32_t* slots = keys.slots + panel;
     const int elsewhere = std::clamp(keys.elsewhere - panel, 0, count);
-    uint8_t* out = stage_;
     if (elsewhere > 0) {
-      out = stage(p_.pools[keys.pool].*part, unit, slots, elsewhere, keys.elsewhere - panel, out);
+      const KvPool& pool = p_.pools[keys.pool].*part;
+      if (pool.codec.bits > 0) {
+        const int64_t row_bytes = p_.head_dim * sizeof(T);
+        for (int i = 0; i < elsewhere; ++i) rows[i] = unpacked_ + (i * unit.heads + h) * row_bytes;
+      } else {
+        list_rows(pool, unit.first_head + h, slots, elsewhere, rows);
+      }
     }
-    if (elsewhere < count) {
-      stage(
-          p_.pools[0].*part, unit, slots + elsewhere, count - elsewhere,
-          keys.end - panel - elsewhere, out);
+    list_rows(
+        p_.pools[0].*part, unit.first_head + h, slots + elsewhere, count - elsewhere,
+        rows + elsewhere);
+    std::fill(rows + count, rows + round_up(count, kLanes), kZeroRow);
+  }
+
+  // Dot products of one KV head with the `count` keys of a panel.
+  void score(
+      const Unit& unit, int h, const SplitKeys& keys, int first, int panel, int count) {
+    Rows rows;
+    locate(&KvPools::k, unit, h, keys, panel, count, rows);
+    const int width = ceil_div(count, kLanes), queries = unit.queries - first;
+    const int64_t at = h * unit.queries + first;
+    const uint32_t* q = q_ + at * depth_;
+    float* scores = scores_ + at * kSplit + panel;
+    if constexpr (kReadsRows<T>) {
+      if (reads_keys(queries)) {
+        score_rows<T>(queries, q, depth_, rows, width, scores, kSplit, fetch_);
+        return;
+      }
+    }
+    for (int b = 0; b < width; ++b) {
+      pack_k_block<T>(rows + b * kLanes, b, width, p_.head_dim, k_, convert_);
+      fetch_.step();
+    }
+    for (int i = 0; i < queries; i += kTileRows) {
+      gemm_rows<T>(
+          std::min(kTileRows, queries - i), q + i * depth_, depth_, k_, depth_, width,
+          scores + i * kSplit, kSplit);
+      fetch_.step();
     }
   }
 
-  // Adds probabilities times values of a staged panel to the states of one KV head.
-  template <class Seen, class Fetch>
+  // Adds probabilities times the `keys` values of a panel to the states of one KV head.
+  template <class Seen>
   void add_values(
       const Unit& unit,
       int h,
+      const SplitKeys& listed,
       int first,
       int panel,
       int keys,
       const Seen& seen,
-      float* states,
-      const Fetch& fetch_some) {
+      float* states) {
     Rows rows;
-    locate_staged(unit, h, keys, rows);
+    locate(&KvPools::v, unit, h, listed, panel, keys, rows);
     const auto seen_here = [&](int i) { return std::clamp(seen(i) - panel, 0, keys); };
     // A key that only later rows see has probability 0 for a row, yet 0 * NaN is not 0: where such
     // a key is not finite, each row gets its own V.
@@ -205,9 +257,19 @@ class Worker {
     const auto pack = [&](const Rows& from) {
       for (int b = 0; b < width; ++b) {
         pack_v_block<T>(from + b * kLanes, b, depth, p_.head_dim, v_);
-        fetch_some();
+        fetch_.step();
       }
     };
+    const int64_t at = h * unit.queries;
+    if constexpr (kReadsRows<T>) {
+      if (!row_by_row && reads_values(unit.queries - first)) {
+        add_value_rows<T>(
+            unit.queries - first, probs_ + (at + first) * kProbs + panel / kPair, kProbs, rows,
+            depth, vecs_, states + (at + first) * state_size_ + kStateHeader, state_size_,
+            panel > 0, fetch_);
+        return;
+      }
+    }
     if (!row_by_row) pack(rows);
     const int step = row_by_row ? 1 : kTileRows;
     for (int i = first; i < unit.queries; i += step) {
@@ -217,73 +279,43 @@ class Worker {
         std::fill(own + seen_here(i), own + width * kLanes, kZeroRow);
         pack(own);
       }
-      const int64_t at = h * unit.queries + i;
       gemm_rows<T>(
-          std::min(step, unit.queries - i), probs_ + at * kProbs + panel / kPair, kProbs, v_, depth,
-          vecs_, states + at * state_size_ + kStateHeader, state_size_, panel > 0);
-      fetch_some();
+          std::min(step, unit.queries - i), probs_ + (at + i) * kProbs + panel / kPair, kProbs, v_,
+          depth, vecs_, states + (at + i) * state_size_ + kStateHeader, state_size_, panel > 0);
+      fetch_.step();
     }
   }
 
-  // Keys `begin` to `end` of a split, or as many as a panel holds, to be fetched during the steps
-  // of the panel before.
-  Next upcoming(KvPool KvPools::* part, const Unit& unit, int begin, int end) const {
-    const int steps = unit.heads * (kTileCols + ceil_div(unit.queries, kTileRows));
-    return {part, begin, std::min(begin + kPanel, end), ceil_div(kPanel, steps)};
-  }
-
-  void fetch_some(const Unit& unit, const SplitKeys& keys, Next& next) const {
-    const int end = std::min(next.end, next.key + next.share);
-    for (; next.key < end; ++next.key) {
-      const KvPool& pool = p_.pools[next.key < keys.elsewhere ? keys.pool : 0].*next.part;
-      if (pool.codec.bits > 0) continue;  // unpacking takes longer than reading
-      const uint8_t* row =
-          pool.base + keys.slots[next.key] * pool.slot_stride + unit.first_head * pool.head_stride;
-      const int64_t bytes = p_.head_dim * sizeof(T);
-      if (pool.head_stride == bytes) {
-        for (int64_t at = 0; at < unit.heads * bytes; at += 64) fetch_line_l2(row + at);
-      } else {
-        for (int h = 0; h < unit.heads; ++h, row += pool.head_stride) {
-          for (int64_t at = 0; at < bytes; at += 64) fetch_line_l2(row + at);
-        }
-      }
-    }
-  }
-
-  // Copies the rows of `count` slots, those of the unit's heads side by side: reading memory in order
-  // keeps it at full speed. What is packed is unpacked. Returns where the copies end.
-  uint8_t* stage(
-      const KvPool& pool,
+  // Has `fetch_` fetch keys `begin` to `end` of a split, or as many as a panel holds, within so many
+  // steps. Packed ones are not fetched: unpacking takes longer than reading.
+  void fetch_next(
+      KvPool KvPools::* part,
       const Unit& unit,
-      const int32_t* slots,
-      int count,
+      const SplitKeys& keys,
+      int begin,
       int end,
-      uint8_t* out) const {
-    if (pool.codec.bits > 0) {
-      return dispatch_codec(pool.codec, [&](auto number) {
-        return unpack<number>(pool, unit, slots, count, end, reinterpret_cast<T*>(out));
-      });
-    }
-    const int64_t row_bytes = p_.head_dim * sizeof(T);
-    const bool dense = pool.head_stride == row_bytes;
-    const int spans = dense ? 1 : unit.heads;
-    const int64_t bytes = dense ? unit.heads * row_bytes : row_bytes;
-    const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
-    for (int i = 0; i < count; ++i) {
-      const uint8_t* row = base + slots[i] * pool.slot_stride;
-      for (int span = 0; span < spans; ++span) {
-        int64_t at = 0;
-        for (; at + 64 <= bytes; at += 64) std::memcpy(out + at, row + at, 64);
-        std::memcpy(out + at, row + at, bytes - at);
-        row += pool.head_stride, out += bytes;
-      }
-    }
-    return out;
+      int steps) {
+    end = std::min(end, begin + kPanel);
+    const int middle = std::clamp(keys.elsewhere, begin, end);
+    const int64_t bytes = p_.head_dim * sizeof(T);
+    Fetch& f = fetch_;
+    f.count = f.row = f.span = 0, f.at = 0;
+    const auto add = [&](const KvPool& pool, int from, int to) {
+      if (from == to || pool.codec.bits > 0) return;
+      const bool dense = pool.head_stride == bytes;
+      f.spans = dense ? 1 : unit.heads, f.span_stride = pool.head_stride;
+      f.bytes = dense ? unit.heads * bytes : bytes;
+      list_rows(pool, unit.first_head, keys.slots + from, to - from, f.rows + f.count);
+      f.count += to - from;
+    };
+    add(p_.pools[keys.pool].*part, begin, middle);
+    add(p_.pools[0].*part, middle, end);
+    f.lines = f.count == 0 ? 0 : ceil_div(f.count * f.spans * ceil_div(f.bytes, kLine), steps);
   }
 
-  // `stage` of a packed pool.
+  // Unpacks `count` rows of a packed pool, those of the unit's heads side by side.
   template <int Number>
-  uint8_t* unpack(
+  void unpack(
       const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end, T* out) const {
     constexpr Codec codec = kCodecs[Number];
     constexpr uint32_t tokens = codec.tokens;
@@ -296,18 +328,10 @@ class Worker {
       const uint8_t* block = base + slot / tokens * pool.slot_stride;
       const uint8_t* later = base + next / tokens * pool.slot_stride + next % tokens * size;
       for (int h = 0; h < unit.heads; ++h, out += p_.head_dim) {
-        for (int at = 0; at < bytes; at += 64) fetch_line(later + h * pool.head_stride + at);
+        for (int at = 0; at < bytes; at += kLine) fetch_line(later + h * pool.head_stride + at);
         unpack_row<T, Number>(block + h * pool.head_stride, slot % tokens, p_.head_dim, out);
       }
     }
-    return reinterpret_cast<uint8_t*>(out);
-  }
-
-  // Addresses of one head's staged rows, zero rows up to a full block of 16.
-  void locate_staged(const Unit& unit, int h, int count, Rows& rows) const {
-    const int64_t row_bytes = p_.head_dim * sizeof(T);
-    for (int i = 0; i < count; ++i) rows[i] = stage_ + (i * unit.heads + h) * row_bytes;
-    std::fill(rows + count, rows + round_up(count, kLanes), kZeroRow);
   }
 
   void merge(float* into, const float* from) const {
@@ -353,7 +377,8 @@ class Worker {
   int first_split_, fetch_end_;
   uint32_t *q_, *k_, *v_, *probs_;
   float *convert_, *scores_, *state_, *partial_;
-  uint8_t* stage_;
+  uint8_t* unpacked_;
+  Fetch fetch_;
 };
 
 }  // namespace sgl_ext

@@ -49,14 +49,9 @@ static inline const Codec& codec_of(int64_t number) {
 
 // body(std::integral_constant) with the number of a codec that packs.
 template <class Body>
-static auto dispatch_codec(const Codec& codec, const Body& body) {
-  using Result = decltype(body(std::integral_constant<int, 1>()));
-  return [&]<int... I>(std::integer_sequence<int, I...>) {
-    Result result{};
-    static_cast<void>(
-        ((codec.number == I + 1 && (result = body(std::integral_constant<int, I + 1>()), true)) ||
-         ...));
-    return result;
+static void dispatch_codec(const Codec& codec, const Body& body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    ((codec.number == I + 1 ? body(std::integral_constant<int, I + 1>()) : void()), ...);
   }(std::make_integer_sequence<int, std::size(kCodecs) - 1>());
 }
 

@@ -19,21 +19,15 @@
 
 namespace sgl_ext {
 
+// Bytes of a cache line.
+constexpr int kLine = 64;
+
 // NOTE: GCC drops loops that only hold __builtin_prefetch from functions it finds free of effects.
 SGL_INLINE void fetch_line(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
 #else
   __builtin_prefetch(p);
-#endif
-}
-
-// As fetch_line, but only into the level 2 cache.
-SGL_INLINE void fetch_line_l2(const void* p) {
-#if defined(__x86_64__)
-  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
-#else
-  __builtin_prefetch(p, 0, 2);
 #endif
 }
 
@@ -102,23 +96,35 @@ SGL_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// Halving tree: lane l + lane l+8, then +4, +2, +1.
-SGL_INLINE float reduce_sum(Vec a) {
+// Halving tree of an operation: lane l with lane l+8, then +4, +2, +1.
+template <class Op>
+SGL_INLINE float reduce(Vec a, const Op& op) {
+#if defined(__AVX512F__)
+  // GCC takes the loop below through memory, one store to load after another.
+  typedef float F8 __attribute__((vector_size(32)));
+  typedef float F4 __attribute__((vector_size(16)));
+  const __m512 v = (__m512)a.part[0];
+  const F8 eight = op((F8)_mm512_castps512_ps256(v), (F8)_mm512_extractf32x8_ps(v, 1));
+  const F4 four = op(
+      (F4)_mm256_castps256_ps128((__m256)eight), (F4)_mm256_extractf128_ps((__m256)eight, 1));
+  const F4 two = op(four, (F4)_mm_movehl_ps((__m128)four, (__m128)four));
+  return op(two, (F4)_mm_movehdup_ps((__m128)two))[0];
+#else
   float x[kLanes];
   std::memcpy(x, &a, sizeof(x));
   for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int l = 0; l < step; ++l) x[l] += x[l + step];
+    for (int l = 0; l < step; ++l) x[l] = op(x[l], x[l + step]);
   }
   return x[0];
+#endif
+}
+
+SGL_INLINE float reduce_sum(Vec a) {
+  return reduce(a, [](auto x, auto y) { return x + y; });
 }
 
 SGL_INLINE float reduce_max(Vec a) {
-  float x[kLanes];
-  std::memcpy(x, &a, sizeof(x));
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int l = 0; l < step; ++l) x[l] = x[l] > x[l + step] ? x[l] : x[l + step];
-  }
-  return x[0];
+  return reduce(a, [](auto x, auto y) { return x > y ? x : y; });
 }
 
 // 2^x to 1e-7 relative; exp2(0) == 1 and exp2(-inf) == 0 exactly, NaN stays NaN.

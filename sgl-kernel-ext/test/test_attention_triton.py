@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
+from interpreted import dot_row_by_row
 from moving import move_views, pack_views, view_prefixes
 from torch import Tensor
-from triton.runtime import interpreter
 
 from sgl_kernel_ext import CODECS, packed_pool
 from sgl_kernel_ext.packed import (
@@ -66,25 +65,8 @@ else:
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch) -> str:
     if INTERPRET:
-        _interpret_bf16_dot(monkeypatch)
+        dot_row_by_row(monkeypatch)
     return request.param
-
-
-def _interpret_bf16_dot(monkeypatch) -> None:
-    # The interpreter keeps bf16 as uint16 and its dot multiplies the bit patterns
-    # (https://github.com/triton-lang/triton/issues/11584): widen both operands first.
-    plain_dot = interpreter.InterpreterBuilder.create_dot
-
-    def widen(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        data = (x.data.astype("uint32") << 16).view("float32")
-        return interpreter.TensorHandle(data, tl.float32)
-
-    def dot(self, a, b, *args):
-        return plain_dot(self, widen(a), widen(b), *args)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 @dataclass(frozen=True)

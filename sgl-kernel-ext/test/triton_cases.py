@@ -7,6 +7,7 @@ can only check fp32 and fp16.
 
 import pytest
 import torch
+from interpreted import dot_row_by_row
 
 from sgl_kernel_ext.reference import fused as fused_reference
 from sgl_kernel_ext.reference import linear as linear_reference
@@ -18,6 +19,11 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_avail
 EPS = 1e-5
 
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=DEVICE == "cpu")
+def interpreted(monkeypatch):
+    dot_row_by_row(monkeypatch)
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

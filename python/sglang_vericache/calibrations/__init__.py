@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_vericache.compressors import Calibration
-from sglang_vericache.mem_cache.storage_identity import checkpoint_folder, tensors_digest
+from sglang_vericache.checkpoint import checkpoint_folder, tensors_digest
 
 logger = logging.getLogger(__name__)
 VERSION = 1
@@ -29,7 +29,7 @@ class CalibrationFile:
 
     Attributes:
         model: name of the checkpoint's folder; for people.
-        tensors: digest of its weights (``storage_identity.tensors_digest``).
+        tensors: digest of its weights (``checkpoint.tensors_digest``).
         command: that made the file.
         runs: needle runs: ``asked``, ``answered`` correctly, ``context`` in tokens at most.
         calibration: what was found.

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from sglang_vericache.cli.probe import Probe
     from sglang_vericache.cli.retrieval_heads import find_heads
     from sglang_vericache.compressors import Calibration
-    from sglang_vericache.mem_cache.storage_identity import checkpoint_folder, tensors_digest
+    from sglang_vericache.checkpoint import checkpoint_folder, tensors_digest
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

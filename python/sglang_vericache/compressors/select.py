@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from sglang_vericache.core import Budget, DraftView
 
 NOTHING = Protected()
 ALWAYS, NEVER = float("inf"), float("-inf")
+# Scores to choose from at once: few large steps are faster than one for each layer; 64 MB.
+MOST_SCORES = 1 << 24
 
 
 def compress(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -> DraftView:
@@ -29,25 +32,61 @@ def compress(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -
     views: list[Tensor] = []
     counts: list[tuple[int, ...]] = []
     length = 0
-    for ctx in layers:
-        length = ctx.length
-        heads = ctx.num_kv_heads if dropper.per_head else 1
-        count = dropper.count(ctx, budget)
+    for scored in _scored(dropper, layers, budget):
+        length, heads, count = scored.length, scored.heads, scored.count
         if count >= length:
-            everything = torch.arange(length, dtype=torch.int32, device=ctx.device)
-            kept, lists = everything.repeat(heads, 1), (length,) * heads
+            everything = torch.arange(length, dtype=torch.int32, device=scored.device)
+            views.append(everything.repeat(heads, 1))
+            counts.append((length,) * heads)
+        elif (sure := dropper.sure(count)) == count:
+            kept = keep_best(torch.cat(scored.scores), count, dropper.protected)
+            views += kept.split(heads)
+            counts += [(count,) * heads] * len(scored.scores)
         else:
-            scores = dropper.score(ctx)
-            if scores.shape != (heads, length):
-                expected = [heads, length]
-                raise ValueError(
-                    f"{dropper.name}: scores {list(scores.shape)}, expected {expected}"
-                )
-            kept, lists = keep_best_of_all(scores, count, dropper.sure(count), dropper.protected)
-        views.append(kept)
-        counts.append(lists)
+            for scores in scored.scores:
+                kept, lists = keep_best_of_all(scores, count, sure, dropper.protected)
+                views.append(kept)
+                counts.append(lists)
     uneven = any(len(set(lists)) > 1 for lists in counts)
     return DraftView(tuple(views), length, tuple(counts) if uneven else ())
+
+
+@dataclass
+class _Scored:
+    """Layers in a row that keep equally many tokens, and their scores ``[heads, length]``; none if
+    that is all tokens."""
+
+    length: int
+    heads: int
+    count: int
+    device: torch.device
+    scores: list[Tensor] = field(default_factory=list)
+
+
+def _scored(dropper: Dropper, layers: Iterable[LayerContext], budget: Budget) -> Iterator[_Scored]:
+    """Score the layers; those to choose from at once come together."""
+    group: _Scored | None = None
+    for ctx in layers:
+        heads = ctx.num_kv_heads if dropper.per_head else 1
+        count = dropper.count(ctx, budget)
+        if group is not None and (
+            count != group.count
+            or count >= ctx.length
+            or (len(group.scores) + 1) * heads * ctx.length > MOST_SCORES
+        ):
+            yield group
+            group = None
+        if group is None:
+            group = _Scored(ctx.length, heads, count, ctx.device)
+        if count >= ctx.length:
+            continue
+        scores = dropper.score(ctx)
+        if scores.shape != (heads, ctx.length):
+            expected = [heads, ctx.length]
+            raise ValueError(f"{dropper.name}: scores {list(scores.shape)}, expected {expected}")
+        group.scores.append(scores)
+    if group is not None:
+        yield group
 
 
 def keep_best(scores: Tensor, count: int, protected: Protected = NOTHING) -> Tensor:
