@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from _offline import Chain, LayerKV, OfflineModel, Reference, per_head
-from sgl_kernel_ext import CODECS, Codec
+from sgl_kernel_ext import CODECS, KvCodec
 from sglang_vericache.compressors import (
     Dropper,
     LayerContext,
     Rotary,
+    before,
     compress,
     summed_attention,
 )
@@ -66,13 +67,15 @@ def measure(
     """
     codec = CODECS[dropper.codec] if dropper.codec else None
     view = choose(dropper, reference.prompt, budget, memo, model.rotary)
+    view = before(view, max(view.length - dropper.residual, 0))
     first, *later = chains(reference.rows)
     plan = [(view, [first, *later])]
     if refresh and dropper.refreshable:
         plan = [(view, [first])]
         for chain in later:
             known = reference.upto(chain.start)
-            plan.append((choose(dropper, known, budget, memo, model.rotary), [chain]))
+            chosen = choose(dropper, known, budget, memo, model.rotary)
+            plan.append((before(chosen, max(chosen.length - dropper.residual, 0)), [chain]))
     log_probs = model.draft(reference, plan, codec).log_softmax(-1)
     agrees = (log_probs.argmax(-1) == torch.tensor(reference.tokens[1:])).tolist()
     drafts = [[agrees[row] for row in chain.span] for chain in (first, *later)]
@@ -129,13 +132,16 @@ def _contexts(
         )
 
 
-def view_bytes(view: DraftView, layer: LayerKV, codec: Codec | None) -> int:
-    """Bytes of K and V that a view of layers like ``layer`` lists; lists themselves not counted."""
+def view_bytes(view: DraftView, layer: LayerKV, codec: KvCodec | None) -> int:
+    """Bytes of K and V that drafts read of layers like ``layer``: what a view lists, and all that
+    follows it; lists themselves not counted."""
     heads, head_dim = layer.keys.shape[1:]
-    row = codec.row_bytes(head_dim) if codec else head_dim * layer.keys.element_size()
+    plain = 2 * head_dim * layer.keys.element_size()
+    row = codec.row_bytes(head_dim) if codec else plain
+    after = len(view.layers) * heads * (len(layer.keys) - view.length)
     layers = range(len(view.layers))
     kept = sum(len(rows) for layer in layers for rows in per_head(view, layer, heads))
-    return 2 * kept * row
+    return kept * row + after * plain
 
 
 def survival(drafts: Sequence[Sequence[bool]], most: int) -> list[float]:

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sgl_kernel_ext import Codec
+from sgl_kernel_ext import KvCodec
+from sgl_kernel_ext.packed import Codec
 from sgl_kernel_ext.reference.packed import pack, unpack
 from sglang_vericache.compressors import Rotary
 from sglang_vericache.core import DraftView
@@ -191,12 +192,12 @@ class OfflineModel:
         return Reference(prompt, tokens[: rows + 1], [kv.upto(rows) for kv in tail], log_probs)
 
     @torch.inference_mode()
-    def draft(self, reference: Reference, drafts: Plan, codec: Codec | None = None) -> Tensor:
+    def draft(self, reference: Reference, drafts: Plan, codec: KvCodec | None = None) -> Tensor:
         """Logits ``[rows of all chains, V]`` of chains that read views, teacher-forced.
 
         Args:
             drafts: a view may be of more than the prompt, of the first ``view.length - T`` tokens
-                of the text, at most its chains' start.
+                of the text, at most its chains' start; or of less, whose end is then read exactly.
             codec: how what is listed is packed.
         """
         chains = [chain for _, group in drafts for chain in group]
@@ -210,13 +211,16 @@ class OfflineModel:
             outs, row = [], 0
             prompt, tail = reference.prompt[layer], reference.tail[layer]
             pools = (prompt.keys, tail.keys, _stored(k)), (prompt.values, tail.values, _stored(v))
+            codecs = (codec.keys, codec.values) if codec else (None, None)
             for view, seen in groups:
                 rows = slice(row, row := row + len(seen))
                 lists = per_head(view, layer, k.shape[1])
                 parts = []
-                for full, later, own in pools:
-                    viewed = torch.cat((full, later[: view.length - reference.length]))
-                    parts.append([_listed(viewed, lists, codec), later, own[rows]])
+                for (full, later, own), encoding in zip(pools, codecs, strict=True):
+                    known = torch.cat((full, later))
+                    after = known[min(view.length, reference.length) :]
+                    viewed = known[: view.length]
+                    parts.append([_listed(viewed, lists, encoding), after, own[rows]])
                 outs.append(_attend(q[rows], *parts, _mask([len(x) for x in lists], seen)))
             return torch.cat(outs)
 
@@ -259,11 +263,14 @@ def _stored(x: Tensor) -> Tensor:
 
 
 def _visible(chains: Sequence[Chain], viewed: int, tail: int) -> Tensor:
-    """bool ``[R, tail + R]``: which of the exact tail and of each other the rows see."""
+    """bool ``[R, n + R]``: which of the exact tail and of each other the rows see.
+
+    The tail begins at the prompt's end, or at ``viewed`` if that is before.
+    """
     owner = torch.cat([torch.full((c.rows,), i) for i, c in enumerate(chains)])
     depth = torch.cat([torch.arange(c.rows) for c in chains])
     start = torch.tensor([c.start for c in chains])[owner, None]
-    column = torch.arange(tail)
+    column = torch.arange(min(viewed, 0), tail)
     exact = (column >= viewed) & (column < start)
     own = (owner == owner[:, None]) & (depth <= depth[:, None])
     return torch.cat((exact, own), dim=1)
@@ -280,7 +287,7 @@ def _listed(x: Tensor, lists: list[Tensor], codec: Codec | None) -> Tensor:
     """``[T, HKV, D]`` -> ``[n, HKV, D]``, shorter lists padded with zeros."""
     rows = [x[positions, head] for head, positions in enumerate(lists)]
     if codec:
-        rows = [unpack(pack(row, codec), row.shape[-1]) for row in rows]
+        rows = [unpack(pack(r, codec), r.shape[-1], codec)[: len(r)] if len(r) else r for r in rows]
     return pad_sequence(rows)
 
 

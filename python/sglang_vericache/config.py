@@ -134,8 +134,12 @@ class VeriCacheConfig:
                     f"--vericache-settings: unknown key {key!r}; supported: {', '.join(FURTHER)}"
                 )
         try:
-            if self.compressor != AUTO:
-                find(self.compressor)
+            divisible = self.compressor == AUTO or find(self.compressor).divisible
+            if self.tier == "remote" and not divisible:
+                raise ValueError(
+                    f"copies of {self.compressor} cannot be read in parts, "
+                    "as --vericache-tier remote reads them"
+                )
             _ = self.compressor_settings
         except ValueError as error:
             flag = "ratio" if str(error).startswith("ratio") else "compressor"

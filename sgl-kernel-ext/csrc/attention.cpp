@@ -41,10 +41,8 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
   p.q_row_stride = q.stride(0);
   p.q_head_stride = q.stride(1);
   p.pools.push_back({kv_pool(k_pool), kv_pool(v_pool)});
-  for (const auto& [k, v] : view_pools) {
-    p.pools.push_back({kv_pool(k), kv_pool(v)});
-    p.pools.back().k.codec = codec_of(k, q.size(2));
-    p.pools.back().v.codec = codec_of(v, q.size(2));
+  for (const auto& [k, v, k_codec, v_codec] : view_pools) {
+    p.pools.push_back({kv_pool(k, codec_of(k_codec)), kv_pool(v, codec_of(v_codec))});
   }
   p.out = result.mutable_data_ptr();
   p.out_row_stride = result.stride(0);

@@ -13,12 +13,12 @@ namespace sgl_ext {
 // A state is max, sum, padding to a vector, then the unnormalised output. Scores are in base 2.
 constexpr int kStateHeader = kLanes;
 
-// K or V of one layer, [slots, kv_heads, head_dim or bytes of a packed row] with the last contiguous;
-// strides in bytes.
+// K or V of one layer, [slots, kv_heads, head_dim], or packed, [blocks, kv_heads, block bytes], with
+// the last contiguous; strides in bytes, `slot_stride` that of a block.
 struct KvPool {
   const uint8_t* base;
   int64_t slots, slot_stride, head_stride;
-  Codec codec = {};
+  Codec codec;
 };
 
 struct KvPools {
@@ -27,10 +27,10 @@ struct KvPools {
   int64_t slots() const { return std::min(k.slots, v.slots); }
 };
 
-static inline KvPool kv_pool(const at::Tensor& t) {
+static inline KvPool kv_pool(const at::Tensor& t, const Codec& codec = {}) {
   const int64_t size = t.element_size();
-  return {static_cast<const uint8_t*>(t.const_data_ptr()), t.size(0), t.stride(0) * size,
-          t.stride(1) * size};
+  return {static_cast<const uint8_t*>(t.const_data_ptr()), t.size(0) * codec.tokens,
+          t.stride(0) * size, t.stride(1) * size, codec};
 }
 
 alignas(64) static const uint8_t kZeroRow[kMaxHeadDim * sizeof(float)] = {};

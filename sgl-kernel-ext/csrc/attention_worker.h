@@ -174,8 +174,8 @@ class Worker {
     const int packed = std::clamp(keys.elsewhere - panel, 0, count);
     const KvPool& pool = p_.pools[keys.pool].*part;
     if (packed == 0 || pool.codec.bits == 0) return;
-    dispatch_bits(pool.codec, [&](auto bits) {
-      unpack<bits>(
+    dispatch_codec(pool.codec, [&](auto number) {
+      unpack<number>(
           pool, unit, keys.slots + panel, packed, keys.elsewhere - panel,
           reinterpret_cast<T*>(unpacked_));
     });
@@ -318,17 +318,22 @@ class Worker {
   }
 
   // Unpacks `count` rows of a packed pool, those of the unit's heads side by side.
-  template <int Bits>
+  template <int Number>
   void unpack(
       const KvPool& pool, const Unit& unit, const int32_t* slots, int count, int end, T* out) const {
+    constexpr Codec codec = kCodecs[Number];
+    constexpr uint32_t tokens = codec.tokens;
     const uint8_t* base = pool.base + unit.first_head * pool.head_stride;
-    const int bytes = pool.codec.row_bytes(p_.head_dim);
+    const int size = codec.code_bytes(p_.head_dim);
+    // The parameters of a block of several tokens are seldom new.
+    const int bytes = size + (tokens == 1 ? codec.param_bytes(p_.head_dim) : 0);
     for (int i = 0; i < count; ++i) {
-      const uint8_t* row = base + slots[i] * pool.slot_stride;
-      const uint8_t* later = base + slots[std::min(i + kKeysAhead, end - 1)] * pool.slot_stride;
+      const uint32_t slot = slots[i], next = slots[std::min(i + kKeysAhead, end - 1)];
+      const uint8_t* block = base + slot / tokens * pool.slot_stride;
+      const uint8_t* later = base + next / tokens * pool.slot_stride + next % tokens * size;
       for (int h = 0; h < unit.heads; ++h, out += p_.head_dim) {
         for (int at = 0; at < bytes; at += kLine) fetch_line(later + h * pool.head_stride + at);
-        unpack_row<T, Bits>(row + h * pool.head_stride, p_.head_dim, pool.codec, out);
+        unpack_row<T, Number>(block + h * pool.head_stride, slot % tokens, p_.head_dim, out);
       }
     }
   }

@@ -11,7 +11,8 @@ namespace sgl_ext {
 
 using at::Tensor;
 using MaybeTensor = std::optional<at::Tensor>;
-using KvTensors = std::tuple<Tensor, Tensor>;
+// Keys and values of a pool, and the number of the codec of each (packed.h).
+using KvTensors = std::tuple<Tensor, Tensor, int64_t, int64_t>;
 
 // attention.cpp
 Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
@@ -23,8 +24,7 @@ Tensor ragged_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_p
                         const MaybeTensor& lse);
 
 // packed.cpp
-void pack_kv(const Tensor& k, const Tensor& v, const Tensor& k_packed, const Tensor& v_packed,
-             const Tensor& slots);
+void pack_kv(const Tensor& k, const Tensor& v, const KvTensors& pool, const Tensor& slots);
 
 // key_scores.cpp
 Tensor key_scores(const Tensor& q, const Tensor& k_pool, const Tensor& slots, double scale,

@@ -19,16 +19,17 @@ from sgl_kernel_ext.fused import (
     store_kv,
 )
 from sgl_kernel_ext.linear import PackedWeight, linear, pack_weight
-from sgl_kernel_ext.packed import CODECS, Codec, pack_kv
+from sgl_kernel_ext.packed import CODECS, KvCodec, ViewPool, pack_kv, packed_pool
 
 __all__ = [
     "CODECS",
-    "Codec",
     "Decoder",
     "DecoderLayer",
     "DecoderRows",
     "DecoderShape",
+    "KvCodec",
     "PackedWeight",
+    "ViewPool",
     "active",
     "argmax_rows",
     "copy_rows",
@@ -37,6 +38,7 @@ __all__ = [
     "linear",
     "pack_kv",
     "pack_weight",
+    "packed_pool",
     "ragged_attention",
     "rmsnorm",
     "rope_store_kv",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sgl_kernel_ext._loader import cpu_module, force_reference
-from sgl_kernel_ext.packed import codec_of
+from sgl_kernel_ext.packed import PLAIN, ViewPool, check_packed
 from sgl_kernel_ext.reference import attention as reference
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,7 +33,7 @@ def ragged_attention(
     view_indices: Tensor | None = None,
     view_start: Tensor | None = None,
     view_len: Tensor | None = None,
-    view_pools: Sequence[tuple[Tensor, Tensor]] = (),
+    view_pools: Sequence[ViewPool] = (),
     view_pool: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -70,9 +70,8 @@ def ragged_attention(
         view_start: [G, 1] int64 offsets into view_indices shared by all KV heads, or [G, HKV].
         view_len: int32 like view_start; 0 where a group has no view.
         view_pools: further pools that views may lie in, keys and values each
-            [slots of that pool, HKV, D] as k_pool, with strides of their own; or packed ones,
-            [slots, HKV, row bytes] uint8 as :func:`pack_kv` fills them, whose elements are
-            decoded and rounded to q's dtype.
+            [slots of that pool, HKV, D] as k_pool, with strides of their own; or packed ones, as
+            :func:`pack_kv` fills them, whose elements are decoded and rounded to q's dtype.
         view_pool: [G] int32, where the view of a group lies: 0 in k_pool and v_pool, i in
             ``view_pools[i - 1]``. None means 0 for all groups.
         out: [R, HQ, D] in q's dtype, D contiguous; allocated when None.
@@ -169,7 +168,7 @@ def check_rows(
     view_indices: Tensor | None,
     view_start: Tensor | None,
     view_len: Tensor | None,
-    view_pools: Sequence[tuple[Tensor, Tensor]],
+    view_pools: Sequence[ViewPool],
     view_pool: Tensor | None,
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless :func:`ragged_attention` takes these."""
@@ -180,9 +179,8 @@ def check_rows(
         raise ValueError(
             f"v_pool: expected the shape of k_pool {tuple(k_pool.shape)}, got {tuple(v_pool.shape)}"
         )
-    for i, pair in enumerate(view_pools):
-        for part, pool in zip(("keys", "values"), pair, strict=True):
-            _check_view_pool(f"view_pools[{i}] {part}", pool, q, k_pool.shape[1], len(pair[0]))
+    for i, pool in enumerate(view_pools):
+        _check_view_pool(f"view_pools[{i}]", pool, q, k_pool.shape[1])
     _check_indices("req_to_token", req_to_token, q, 2, (torch.int32,))
     _check_indices("req_row", req_row, q, 1, _INDEX_DTYPES)
     groups = len(req_row)
@@ -204,12 +202,17 @@ def check_rows(
             raise ValueError(f"view_pool: expected {groups} entries, got {len(view_pool)}")
 
 
-def _check_view_pool(name, pool, q, kv_heads, slots):
-    if pool.dtype != torch.uint8:
-        _check_floats(name, pool, q, (slots, kv_heads, q.shape[2]))
-        return
-    codec_of(name, pool, q.shape[2])
-    _check_layout(name, pool, q, (slots, kv_heads, pool.shape[2]))
+def _check_view_pool(name, pool, q, kv_heads):
+    head_dim = q.shape[2]
+    (keys, key_codec), _ = pool.parts
+    slots = len(keys) * key_codec.tokens
+    for part, (tensor, codec) in zip(("keys", "values"), pool.parts, strict=True):
+        if codec is PLAIN:
+            _check_floats(f"{name} {part}", tensor, q, (slots, kv_heads, head_dim))
+        else:
+            check_packed(f"{name} {part}", tensor, codec, kv_heads, head_dim)
+            shape = (slots // codec.tokens, kv_heads, codec.block_bytes(head_dim))
+            _check_layout(f"{name} {part}", tensor, q, shape)
 
 
 def _check_view(q, kv_heads, groups, indices, start, length):

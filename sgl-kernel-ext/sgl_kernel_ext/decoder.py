@@ -10,6 +10,7 @@ from sgl_kernel_ext._loader import cpu_module
 from sgl_kernel_ext.attention import check_rows, ragged_attention
 from sgl_kernel_ext.fused import fused_add_rmsnorm, rmsnorm, rope_store_kv, silu_and_mul
 from sgl_kernel_ext.linear import PackedWeight, linear
+from sgl_kernel_ext.packed import ViewPool
 
 _LINEARS = ("qkv", "out", "gate_up", "down")
 
@@ -68,7 +69,7 @@ class DecoderRows:
     view_indices: Tensor | None = None
     view_start: Tensor | None = None
     view_len: Tensor | None = None
-    view_pools: Sequence[Sequence[tuple[Tensor, Tensor]]] = ()
+    view_pools: Sequence[Sequence[ViewPool]] = ()
     view_pool: Tensor | None = None
     captured: Tensor | None = None
 

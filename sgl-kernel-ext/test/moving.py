@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_kernel_ext.packed import CODECS
+from sgl_kernel_ext import ViewPool
+from sgl_kernel_ext.packed import PLAIN, Codec
 from sgl_kernel_ext.reference.packed import pack, unpack
 
 VIEWS = ("view_indices", "view_start", "view_len")
@@ -48,8 +49,8 @@ def move_views(args: dict[str, Any], homes: list[int], seed: int = 0) -> dict[st
     stacked = empty[0, : total + 9]
     apart = empty[1].transpose(0, 2).contiguous().transpose(0, 2)
     plain = empty[2, :, :, :].transpose(0, 1).contiguous()[:, : total + 21]
-    pools = [(stacked[:, 0], stacked[:, 1]), (apart[:, 0], apart[:, 1]), (plain[0], plain[1])]
-    pools = pools[: max(homes)]
+    pairs = [(stacked[:, 0], stacked[:, 1]), (apart[:, 0], apart[:, 1]), (plain[0], plain[1])]
+    pools = [ViewPool(*pair) for pair in pairs[: max(homes)]]
     moved, taken = [], 0
     for i, slots in enumerate(lists):
         home = homes[i // start.shape[1]]
@@ -60,7 +61,9 @@ def move_views(args: dict[str, Any], homes: list[int], seed: int = 0) -> dict[st
         free = torch.randperm(size, generator=generator)
         free = free[pools[home - 1][0][free, 0, 0].isnan().cpu()][: len(slots)]
         free = free.to(slots.device)
-        for target, source in zip(pools[home - 1], (args["k_pool"], args["v_pool"]), strict=True):
+        for target, source in zip(
+            pools[home - 1][:2], (args["k_pool"], args["v_pool"]), strict=True
+        ):
             target[free] = source[slots.long()]
         moved.append(free.int())
         taken += len(slots)
@@ -75,29 +78,38 @@ def move_views(args: dict[str, Any], homes: list[int], seed: int = 0) -> dict[st
 
 
 def pack_views(
-    args: dict[str, Any], codecs: list[tuple[str, str] | None]
+    args: dict[str, Any], codecs: list[tuple[Codec, Codec]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments with pool i of ``move_views`` packed by codecs of keys and values (None: as it is),
-    and with that pool decoded again. Slots that held NaN decode to NaN."""
+    """Arguments with pool i of ``move_views`` packed by codecs of keys and values, and with that
+    pool decoded again. Slots that held NaN decode to NaN, or to anything if blocks have several
+    tokens."""
     packed, decoded = [], []
-    for pair, names in zip(args["view_pools"], codecs, strict=True):
-        if names is None:
-            packed.append(pair)
-            decoded.append(pair)
-            continue
-        pools = [_packed(pool, name) for pool, name in zip(pair, names, strict=True)]
-        packed.append(tuple(pools))
-        plain = [unpack(pool, pair[0].shape[2]).to(pair[0].dtype) for pool in pools]
-        decoded.append(tuple(plain))
+    for pool, pair in zip(args["view_pools"], codecs, strict=True):
+        missing = -len(pool.keys) % max(codec.tokens for codec in pair)
+        whole = [torch.cat([x, x[:1].expand(missing, -1, -1)]) if missing else x for x in pool[:2]]
+        parts = [_packed(x, codec) for x, codec in zip(whole, pair, strict=True)]
+        packed.append(ViewPool(*parts, *(codec.number for codec in pair)))
+        plain = [
+            _unpacked(x, part, codec) for x, part, codec in zip(pool, parts, pair, strict=False)
+        ]
+        decoded.append(ViewPool(*plain))
     return args | {"view_pools": packed}, args | {"view_pools": decoded}
 
 
-def _packed(pool: Tensor, name: str) -> Tensor:
+def _packed(pool: Tensor, codec: Codec) -> Tensor:
+    if codec is PLAIN:
+        return pool
     slots, heads, dim = pool.shape
-    width = CODECS[name].row_bytes(dim)
-    # Rows apart, as in a pool of keys and values side by side; 0xffff is a NaN.
-    room = torch.full((slots, heads + 2, width + 4), 255, dtype=torch.uint8, device=pool.device)
-    packed = room[:, 1:-1, :width]
+    shape = (slots // codec.tokens, heads + 2, codec.block_bytes(dim) + 4)
+    # Blocks apart, as in a pool of keys and values side by side; 0xffff is a NaN.
+    packed = torch.full(shape, 255, dtype=torch.uint8, device=pool.device)[:, 1:-1, :-4]
+    if codec.tokens > 1:
+        packed[:] = pack(pool.nan_to_num(), codec)
+        return packed
     listed = ~pool[:, 0, 0].isnan()
-    packed[listed] = pack(pool[listed], CODECS[name])
+    packed[listed] = pack(pool[listed], codec)
     return packed
+
+
+def _unpacked(pool: Tensor, packed: Tensor, codec: Codec) -> Tensor:
+    return pool if codec is PLAIN else unpack(packed, pool.shape[2], codec).to(pool.dtype)

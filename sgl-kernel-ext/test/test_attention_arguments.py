@@ -8,7 +8,7 @@ import torch
 from batches import BUILT
 from torch import Tensor
 
-from sgl_kernel_ext import _loader, attention
+from sgl_kernel_ext import ViewPool, _loader, attention
 from sgl_kernel_ext.reference import attention as reference
 
 
@@ -42,7 +42,7 @@ def with_pools() -> dict:
     """``arguments`` with the first group's view in the second of two pools, of 40 and 120 slots."""
     args = arguments()
     k, v = torch.randn(2, 160, 3, 64).bfloat16()
-    args["view_pools"] = [(k[:40], v[:40]), (k[40:], v[40:])]
+    args["view_pools"] = [ViewPool(k[:40], v[:40]), ViewPool(k[40:], v[40:])]
     args["view_pool"] = torch.tensor([2, 0], dtype=torch.int32)
     return args
 
@@ -80,11 +80,23 @@ BAD_ARGUMENTS = [
     ("view_pool", lambda a: a["view_pool"][:1], ValueError),
     ("view_pool", lambda a: a["view_pool"] + 1, ValueError),
     ("view_pool", lambda a: a["view_pool"] - 1, ValueError),
-    ("view_pools", lambda a: [(k.float(), v.float()) for k, v in a["view_pools"]], TypeError),
-    ("view_pools", lambda a: [(k[:, :2], v[:, :2]) for k, v in a["view_pools"]], ValueError),
-    ("view_pools", lambda a: [(k, v[:30]) for k, v in a["view_pools"]], ValueError),
-    ("view_pools", lambda a: [(k[..., :32], v[..., :32]) for k, v in a["view_pools"]], ValueError),
-    ("view_pools", lambda a: [(k[0], v[0]) for k, v in a["view_pools"]], ValueError),
+    (
+        "view_pools",
+        lambda a: [ViewPool(k.float(), v.float()) for k, v, *_ in a["view_pools"]],
+        TypeError,
+    ),
+    (
+        "view_pools",
+        lambda a: [ViewPool(k[:, :2], v[:, :2]) for k, v, *_ in a["view_pools"]],
+        ValueError,
+    ),
+    ("view_pools", lambda a: [ViewPool(k, v[:30]) for k, v, *_ in a["view_pools"]], ValueError),
+    (
+        "view_pools",
+        lambda a: [ViewPool(k[..., :32], v[..., :32]) for k, v, *_ in a["view_pools"]],
+        ValueError,
+    ),
+    ("view_pools", lambda a: [ViewPool(k[0], v[0]) for k, v, *_ in a["view_pools"]], ValueError),
     ("out", lambda a: torch.empty_like(a["q"][:-1]), ValueError),
     ("lse", lambda a: torch.empty(a["q"].shape[:2], dtype=torch.float64), TypeError),
 ]

@@ -9,6 +9,7 @@ from batches import BUILT, Batch, Group, build, same_bits
 from moving import move_views, pack_views, view_prefixes
 
 from sgl_kernel_ext import _loader, attention
+from sgl_kernel_ext.packed import CHANNEL2, PLAIN, ROTATED4, UNIFORM4, UNIFORM8
 
 HEADER = Path(__file__).parents[1] / "csrc" / "attention_few.h"
 FEW = int(re.search(r"kFewQueries = (\d+)", HEADER.read_text())[1])
@@ -16,7 +17,7 @@ ROWS = FEW + 15
 # Last panels of 1, 2, 3 and 4 blocks; the first ends within the rows' own keys, so that only some
 # of the rows see its second split.
 LENGTHS = [256 + ROWS - FEW // 2, 256 + ROWS + 3, 256 + ROWS + 22, 2 * 256 + 64 + ROWS]
-POOLS = [None, ("int8", "int4"), ("int4", "int8")]
+POOLS = [(PLAIN, PLAIN), (UNIFORM8, UNIFORM4), (ROTATED4, CHANNEL2)]
 
 
 @pytest.fixture(params=BUILT)
@@ -55,12 +56,12 @@ def test_few_and_many_queries_give_the_same_bits(op, dim, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 96])
-@pytest.mark.parametrize("codecs", POOLS, ids=str)
+@pytest.mark.parametrize("codecs", POOLS, ids=lambda pair: "-".join(map(str, pair)))
 def test_views_elsewhere(op, dtype, dim, codecs):
     """The border to the tail within a block, a panel and a split, and at the end of a panel."""
     for length, tail in ((256 + ROWS + 22, ROWS + 5), (3 * 64 + ROWS, ROWS), (600, 600 - 7)):
         args = view_prefixes(build((Group(ROWS, length),), (2, 2), dim, dtype).args, [tail])
-        packed, decoded = pack_views(move_views(args, [2]), [None, codecs])
+        packed, decoded = pack_views(move_views(args, [2]), [(PLAIN, PLAIN), codecs])
         check(op, Batch(packed))
         assert all(map(same_bits, both(op, Batch(packed)), both(op, Batch(decoded))))
 

@@ -19,7 +19,17 @@ from interpreted import dot_row_by_row
 from moving import move_views, pack_views, view_prefixes
 from torch import Tensor
 
-from sgl_kernel_ext import CODECS
+from sgl_kernel_ext import CODECS, packed_pool
+from sgl_kernel_ext.packed import (
+    CHANNEL2,
+    CHANNEL4,
+    PLAIN,
+    ROTATED2,
+    ROTATED4,
+    UNIFORM2,
+    UNIFORM4,
+    UNIFORM8,
+)
 from sgl_kernel_ext.reference import attention as reference
 from sgl_kernel_ext.reference import packed as reference_packed
 from sgl_kernel_ext.triton import attention as kernels
@@ -270,12 +280,20 @@ def test_views_per_head_in_other_pools(device):
     assert not same_bits(there.run()[0], out), "control: the pool matters"
 
 
+MIXES = (
+    ((UNIFORM4, UNIFORM4), (UNIFORM8, UNIFORM4)),
+    ((ROTATED4, ROTATED4), (ROTATED4, ROTATED2)),
+    ((CHANNEL4, UNIFORM2), (CHANNEL2, CHANNEL4)),
+)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", [16, 72])
-def test_views_in_packed_pools(device, dtype, head_dim):
+@pytest.mark.parametrize("pairs", MIXES, ids=str)
+def test_views_in_packed_pools(device, pairs, dtype, head_dim):
     whole = make_pass(device, [(1, 70), (9, 90), (2, 40)], dtype=dtype, head_dim=head_dim)
     moved = move_views(view_prefixes(whole.args, [6, 9, 3]), [1, 3, 2])
-    coded, decoded = pack_views(moved, [("int4", "int4"), ("int8", "int4"), None])
+    coded, decoded = pack_views(moved, [*pairs, (PLAIN, PLAIN)])
     out, expected = (whole.with_args(args).run()[0] for args in (coded, decoded))
     if dtype == torch.bfloat16 and INTERPRET:  # it truncates to bf16
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
@@ -291,15 +309,15 @@ def test_views_in_packed_pools(device, dtype, head_dim):
 def test_pack_kv(device, dtype, head_dim):
     k, v = torch.randn(2, 9, 2, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     k[3], k[4, :, 5], v[5], v[6] = 0.0, 60000.0, -3.0, v[6] * 1e-6
-    slots = torch.randperm(20)[:9].int()
+    slots = torch.arange(64, 73).int()
     for name, codec in CODECS.items():
-        shape = (20, 2, codec.row_bytes(head_dim))
-        pools = [torch.full(shape, 7, dtype=torch.uint8, device=device) for _ in range(2)]
-        packed.pack_kv(k.to(device), v.to(device), *pools, slots.to(device))
-        for x, pool in zip((k, v), pools, strict=True):
-            expected = torch.full(shape, 7, dtype=torch.uint8)
-            expected[slots.long()] = reference_packed.pack(x, codec)
-            assert torch.equal(pool.cpu(), expected), name
+        pool = packed_pool(codec, 96, 2, head_dim, device)
+        pool.keys.fill_(7), pool.values.fill_(7)
+        packed.pack_kv(k.to(device), v.to(device), pool, slots.to(device))
+        for x, (found, part) in zip((k, v), pool.parts, strict=True):
+            expected = torch.full_like(found, 7, device="cpu")
+            expected[slots[:: part.tokens].long() // part.tokens] = reference_packed.pack(x, part)
+            assert torch.equal(found.cpu(), expected), name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

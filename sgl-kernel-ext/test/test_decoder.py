@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sgl_kernel_ext import Decoder, DecoderLayer, DecoderRows, DecoderShape, pack_weight
+from sgl_kernel_ext import (
+    Decoder,
+    DecoderLayer,
+    DecoderRows,
+    DecoderShape,
+    ViewPool,
+    pack_weight,
+)
 from sgl_kernel_ext._loader import cpu_module
 
 pytestmark = pytest.mark.skipif(cpu_module() is None, reason="no compiled kernels")
@@ -55,7 +62,7 @@ def rows(views, captured, elsewhere=False):
         view_indices=table[1, :6].clone() if views else None,
         view_start=start if views else None,
         view_len=length if views else None,
-        view_pools=[[(k, v)] for k, v in pools.to(elsewhere)] if elsewhere else (),
+        view_pools=[[ViewPool(k, v)] for k, v in pools.to(elsewhere)] if elsewhere else (),
         view_pool=torch.tensor([1, 0], dtype=torch.int32) if elsewhere else None,
         captured=torch.tensor([3, 4, 6]) if captured else None,
     )

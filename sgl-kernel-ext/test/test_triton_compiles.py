@@ -14,7 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_kernel_ext.triton import attention, key_scores, tiles
+from sgl_kernel_ext.packed import CHANNEL2, PLAIN, ROTATED4, UNIFORM4, UNIFORM8
+from sgl_kernel_ext.triton import attention, key_scores, packed, tiles
+from sgl_kernel_ext.triton.packed import layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +26,9 @@ KERNELS = {
     "merge": (attention._merge_kernel, {"BLOCK_D": attention._MERGE_COLUMNS}),
     "split_lse": (key_scores._split_lse_kernel, {}),
     "sum_rows": (key_scores._sum_rows_kernel, {}),
+    "pack_uniform": (packed._pack_uniform, {"LAYOUT": layout_of(UNIFORM4, 128)}),
+    "pack_rotated": (packed._pack_rotated, {"LAYOUT": layout_of(ROTATED4, 128)}),
+    "pack_channels": (packed._pack_channels, {"LAYOUT": layout_of(CHANNEL2, 128)}),
 }
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Shared memory of a block on the least of the GPUs from sm_80 on (sm_86, sm_89, sm_120).
@@ -44,7 +49,10 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
         "GQA": 4,
         "VIEW_HEADS": 8,
         "CAUSAL": True,
-        "CODECS": (((0, 0), (0, 0)), ((8, tiles.block_d(head_dim)), (4, 32))),
+        "LAYOUTS": tuple(
+            tuple(layout_of(codec, head_dim) for codec in pair)
+            for pair in ((PLAIN, PLAIN), (UNIFORM8, UNIFORM4), (ROTATED4, CHANNEL2))
+        ),
         "SPLIT": tiles.SPLIT,
         "BLOCK_M": tiles.BLOCK_M,
         "BLOCK_N": tiles.block_n(head_dim, dtype),
@@ -52,8 +60,11 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
         **({"lse": None} if name in ("split", "in_order", "merge") else {}),
         **sizes,
     }
-    pool, packed = ("*" + TYPES[dtype], "i32", "i32") * 2, ("*u8", "i32", "i32") * 2
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"pool": pool, "view_pools": (pool, packed)}
+    pool, coded = ("*" + TYPES[dtype], "i32", "i32") * 2, ("*u8", "i32", "i32") * 2
+    types = dict.fromkeys(kernel.arg_names, "i32") | {
+        "pool": pool,
+        "view_pools": (pool, coded, coded),
+    }
     types |= dict.fromkeys(["q", "k_pool", "v_pool"], "*" + TYPES[dtype])
     types["out"] = "*fp32" if name == "sum_rows" else "*" + TYPES[dtype]
     types |= dict.fromkeys(
@@ -62,6 +73,8 @@ def compile_kernel(name: str, capability: int, dtype: torch.dtype, head_dim: int
     types |= dict.fromkeys(["req_row", "view_start", "tail_start", "tail_end"], "*i64")
     types |= dict.fromkeys(["state_top", "state_total", "state_acc", "lse", "split_lse"], "*fp32")
     types["scale_log2"] = "fp32"
+    if name.startswith("pack"):
+        types |= {"x": "*" + TYPES[dtype], "pool": "*u8"}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         kernel,
@@ -95,14 +108,16 @@ def test_compiles_and_fits(name, capability, dtype, head_dim):
     compiled = compile_kernel(name, capability, dtype, head_dim)
     assert "cubin" in compiled.asm
     assert compiled.metadata.shared <= SHARED_BYTES
-    if dtype == torch.bfloat16 and name != "merge":
+    if dtype == torch.bfloat16 and name != "merge" and not name.startswith("pack"):
         assert "mma" in compiled.asm["ptx"], "products run on tensor cores"
 
 
 FUSED = re.compile(r"fma\.\S*f32|(mul|add|sub)\.(ftz\.)?f32")
 
 
-@pytest.mark.parametrize("name", ["split", "in_order", "merge"])
+@pytest.mark.parametrize(
+    "name", ["split", "in_order", "merge", "pack_uniform", "pack_rotated", "pack_channels"]
+)
 def test_no_contraction(name):
     assert not FUSED.search(compile_kernel(name, 90, torch.bfloat16, 128).asm["ptx"])
 

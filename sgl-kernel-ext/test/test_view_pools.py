@@ -5,7 +5,7 @@ import torch
 from batches import BUILT, DTYPES, Batch, Group, build, same_bits
 from moving import move_views, view_prefixes
 
-from sgl_kernel_ext import _loader, attention
+from sgl_kernel_ext import ViewPool, _loader, attention
 from sgl_kernel_ext.reference import attention as reference
 
 
@@ -74,10 +74,10 @@ def test_the_other_pool_is_read(op):
     expected = Batch(args).attend(op)
     first, second = args["view_pools"]
     for part in (0, 1):
-        changed = list(first)
+        changed = list(first[:2])
         changed[part] = first[part].clone()
         changed[part][args["view_indices"][7]] += 1
-        got = Batch(args | {"view_pools": [tuple(changed), second]}).attend(op)
+        got = Batch(args | {"view_pools": [ViewPool(*changed), second]}).attend(op)
         assert (got[:2] != expected[:2]).any(-1).all()
         assert same_bits(got[2:], expected[2:])
     other = Batch(args | {"view_pool": torch.tensor([2, 2], dtype=torch.int32)}).attend(op)

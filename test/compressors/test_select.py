@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_vericache.compressors import Dropper, Protected, compress, keep_best, summed_attention
+from sglang_vericache.compressors import (
+    Dropper,
+    Protected,
+    before,
+    compress,
+    keep_best,
+    summed_attention,
+)
 from sglang_vericache.core import Budget, DraftView
 
 SCORES = st.sampled_from([0.0, 0.5, 1.0, -2.0, float("nan"), float("-inf"), float("inf")])
@@ -86,3 +93,20 @@ def test_attention_is_causal_softmax():
 def test_more_queries_than_tokens_are_refused():
     with pytest.raises(ValueError, match="3 queries for a context of 2 tokens"):
         summed_attention(torch.zeros(3, 1, 8), torch.zeros(2, 1, 8))
+
+
+def test_what_a_view_lists_before_a_position():
+    even = torch.tensor([[0, 3, 4, 8, 9]], dtype=torch.int32)
+    ragged = torch.tensor([[0, 3, 7, 7], [6, 7, 8, 9], [1, 2, 3, 5]], dtype=torch.int32)
+    view = DraftView((even, ragged), 10, ((5,), (3, 4, 4)))
+    view.check_integrity()
+    found = before(view, 7)
+    found.check_integrity()
+    assert found.length == 7 and found.list_lengths == ((3,), (2, 1, 4))
+    assert found.layers[0].tolist() == [[0, 3, 4]]
+    assert found.layers[1].tolist() == [[0, 3, 3, 3], [6, 6, 6, 6], [1, 2, 3, 5]]
+    whole = before(view, 10)
+    assert all(map(torch.equal, whole.layers, view.layers)) and whole.counts == view.counts
+    few = before(view, 1)
+    assert few.list_lengths == ((1,), (1, 0, 0)) and few.layers[0].tolist() == [[0]]
+    assert before(DraftView((even,), 10), 4).counts == ()

@@ -90,3 +90,11 @@ def test_a_packed_pool_has_slots():
     assert VeriCacheConfig(packed_tokens=1).packed_tokens == 1
     with pytest.raises(ValueError, match=r"--vericache-packed-tokens.* 0"):
         VeriCacheConfig(packed_tokens=0)
+
+
+def test_copies_that_cannot_be_read_in_parts_are_for_no_store():
+    assert VeriCacheConfig(compressor="kivi2", tier="host").compressor == "kivi2"
+    assert VeriCacheConfig(compressor="turbo2", tier="remote").compressor == "turbo2"
+    for name in ("kivi2", "snapkv+kivi4"):
+        with pytest.raises(ValueError, match=r"--vericache-compressor: copies of .*remote"):
+            VeriCacheConfig(compressor=name, tier="remote")

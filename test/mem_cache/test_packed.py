@@ -25,6 +25,23 @@ def test_slots_are_handed_out_once():
     pool.check_integrity([third, second])
 
 
+def test_blocks_are_handed_out_whole():
+    pool = make(70, "kivi4")
+    assert pool.tokens == pool.available() == 96
+    first, second = pool.alloc(33), pool.alloc(1)
+    assert first is not None and second is not None and pool.available() == 0
+    for slots, size in ((first, 64), (second, 32)):
+        assert torch.equal(slots % 32, torch.arange(size, dtype=torch.int32) % 32)
+    pool.check_integrity([first, second])
+    with pytest.raises(AssertionError):
+        pool.check_integrity([first, second[:1]])
+    assert pool.alloc(1) is None
+    pool.free(first)
+    assert pool.alloc(65) is None and pool.available() == 64
+    third = pool.alloc(64)
+    assert third is not None and set(third.tolist()) == set(first.tolist())
+
+
 @pytest.mark.parametrize("held", [lambda a, b: [a], lambda a, b: [a, b, b[:1]]])
 def test_lost_and_doubled_slots_are_found(held):
     pool = make()
@@ -36,17 +53,19 @@ def test_lost_and_doubled_slots_are_found(held):
 def test_sizes_in_bytes():
     assert make(codec="int8").token_bytes == 2 * 2 * 3 * 68
     assert make(codec="int4").nbytes == 10 * 2 * 2 * 3 * 40
+    pool = make(33, codec="kivi2")
+    assert pool.nbytes == 64 * 2 * 2 * 3 * 24 == sum(t.nbytes for p in pool.layers for t in p[:2])
 
 
 def test_a_layer_is_written_and_no_other():
     pool = make(codec="int8")
-    for buffers in pool.layers:
-        for buffer in buffers:
-            buffer.zero_()
+    for layer in pool.layers:
+        layer.keys.zero_(), layer.values.zero_()
     keys, values = torch.randn(2, 3, 3, 64, generator=torch.Generator().manual_seed(0))
     slots = torch.tensor([7, 0, 4], dtype=torch.int32)
     pool.write(1, keys, values, slots)
-    for buffer, rows in zip(pool.layers[1], (keys, values), strict=True):
-        torch.testing.assert_close(unpack(buffer[slots.long()], 64), rows, atol=0.02, rtol=0.01)
+    for (buffer, codec), rows in zip(pool.layers[1].parts, (keys, values), strict=True):
+        found = unpack(buffer[slots.long()], 64, codec)
+        torch.testing.assert_close(found, rows, atol=0.02, rtol=0.01)
         assert (buffer.flatten(1) != 0).any(1).sum() == 3
-    assert not any(buffer.any() for buffer in pool.layers[0])
+    assert not any(buffer.any() for buffer in pool.layers[0][:2])

@@ -77,7 +77,7 @@ def test_slots_in_two_transfers_are_noticed():
     model.copy_ahead(req)
     assert model.transfers.most >= 2 * 32 and not model.transfers.clashes
     slots = model.cache.host_slots(req)
-    buffers = [keys for keys, _ in model.cache.host_buffers()]
+    buffers = [layer.keys for layer in model.cache.host_buffers()]
     model.transfers.copy(
         src_layers=buffers[:1],
         dst_layers=buffers[:1],
@@ -127,7 +127,7 @@ def test_full_kv_is_read_on_the_host_as_it_was():
     req = host_only(model, list(range(1, 33)))
     model.read_host(req)
     assert model.read_in_place == 32
-    keys, _ = model.cache.host_buffers()[1]
+    keys = model.cache.host_buffers()[1].keys
     keys[model.cache.host_slots(req)[9]] += 1
     with pytest.raises(AssertionError, match="another token's key"):  # negative control
         model.read_host(req)

@@ -296,7 +296,7 @@ class Model:
         for position, slot in zip(positions, slots.tolist(), strict=False):
             assert slot or not on_device, "no slot"
             assert slot not in free_slots, "a slot in use is free"
-            for layer, (keys, values) in enumerate(buffers):
+            for layer, (keys, values, *_) in enumerate(buffers):
                 wanted = torch.tensor(self.value(req, position) + layer).to(keys.dtype)
                 assert (keys[slot] == wanted).all(), "another token's key"
                 assert (values[slot] == -wanted).all(), "another token's value"

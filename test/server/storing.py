@@ -19,13 +19,24 @@ def usage(server):
     return server.get("/vericache")["ranks"][0]["storage"]
 
 
-def stored(server):
-    """Wait until everything that is to be written is written; counters then."""
-    last = None
-    while (now := usage(server)) != last:
+# Times that nothing may change before all is taken to be written: other load can hold up a server.
+QUIET = 4
+
+
+def stored(server, more_than=None):
+    """Wait until everything that is to be written is written; counters then.
+
+    Args:
+        more_than: counters before something was to be written.
+    """
+    last, quiet, deadline = None, 0, time.monotonic() + 60
+    while quiet < QUIET or (more_than is not None and last["written"] == more_than["written"]):
+        assert time.monotonic() < deadline, f"nothing was written: {last}"
+        now = usage(server)
+        quiet = quiet + 1 if now == last else 0
         last = now
         time.sleep(0.3)
-    return now
+    return last
 
 
 def compute(server, ask):

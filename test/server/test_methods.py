@@ -15,6 +15,7 @@ METHODS = (
     *compressors.names(),
     *("snapkv+pyramidkv", "h2o+adakv", "tova+chunkkv", "keydiff+calibrated"),
     *("tova+int4", "snapkv-per-head+pyramidkv+adakv+chunkkv+int8", "knorm+adakv"),
+    *("snapkv+turbo4v2", "snapkv-per-head+adakv+kivi2", "tova+kivi4"),
 )
 # One token; window and budget, one less and more; a page of 16 more; long enough to drop most.
 LENGTHS = (1, *(n + d for n in (MIN_TOKENS, WINDOW) for d in (-1, 0, 1)), 2 * WINDOW, 400)

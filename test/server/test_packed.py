@@ -1,4 +1,4 @@
-"""X0 and X1 with drafts that read packed copies of 8 and 4 bits, of all tokens or of some."""
+"""X0 and X1 with drafts that read packed copies, of all tokens or of some."""
 
 import pytest
 
@@ -6,7 +6,10 @@ from server.comparing import assert_identical, difference
 from server.harness import Ask
 from server.specs import DRAFTING, TIERED
 
-METHODS = ("int8", "int4", "snapkv+int4", "snapkv-per-head+int8")
+METHODS = (
+    *("int8", "int4", "snapkv+int4", "snapkv-per-head+int8"),
+    *("turbo4", "turbo4v2", "kivi4", "snapkv+kivi2"),
+)
 CONTEXT = 700
 # So that those of two or three fit on the device of a server with tiers.
 TIER_CONTEXT = 420
@@ -30,14 +33,15 @@ def acceptance(answers):
 
 @pytest.mark.server(DRAFTING["bfloat16"])
 def test_nothing_changes(server, off, make_corpus):
-    given = asks(make_corpus, 8, 48)
+    given = asks(make_corpus, 16, 48)
     found = server.concurrently(given)
     assert_identical(found, off["bfloat16"].answers(given))
-    rates = [acceptance(found[i::4]) for i in range(4)]
+    rates = [acceptance(found[i :: len(METHODS)]) for i in range(len(METHODS))]
     assert all(rate > 0 for rate in rates) and min(rates) < 1, rates
     assert rates[0] > 0.8 and rates[1] > 0.6, rates
     use = packed(server)
-    assert set(use) == {"int8", "int4"} and not any(pool["used"] for pool in use.values())
+    codecs = {"int8", "int4", "turbo4", "turbo4v2", "kivi4", "kivi2"}
+    assert codecs <= set(use) and not any(pool["used"] for pool in use.values())
     assert use["int4"]["bytes"] < 0.6 * use["int8"]["bytes"]
 
 
@@ -61,7 +65,7 @@ def test_packed_copies_are_what_drafts_read(server, off, make_corpus):
 @pytest.mark.server(TIERED["bfloat16"])
 def test_with_full_kv_on_the_host(server, off, make_corpus):
     """No slot of the KV pool is left to an offloaded request."""
-    given = asks(make_corpus, 8, 24, ("int4", "snapkv+int4"), TIER_CONTEXT)
+    given = asks(make_corpus, 8, 24, ("int4", "snapkv+int4", "int4", "kivi4"), TIER_CONTEXT)
     before = server.counters()
     running = [server.submit(ask) for ask in given]
     seen = []

@@ -14,7 +14,7 @@ from server.comparing import assert_identical
 from server.covering import pairs
 from server.harness import Ask
 from server.specs import FP32, STORE_DIRECTORY, TIERS
-from server.storing import flush, stored
+from server.storing import flush, stored, usage
 from server.test_tiers import CONTEXT, DROPPERS, moved
 from sglang_vericache.platform import bootstrap
 
@@ -92,6 +92,7 @@ def test_nothing_changes(tier, dtype, page, server, off, prompts):
     expected = off[dtype].answers(first)
 
     before = server.counters()
+    empty = usage(server) if tier == "remote" else None
     found = server.concurrently(first)
     assert_identical(found, expected)
     assert 0 < sum(a.accepted for a in found) < sum(a.drafted for a in found)
@@ -101,7 +102,7 @@ def test_nothing_changes(tier, dtype, page, server, off, prompts):
     if tier == "remote":
         if (tier, dtype, page) != LAST:
             server.warm(prompts[COUNT])
-        stored(server)
+        stored(server, empty)
         flush(server)
     before = server.counters()
     found = server.concurrently(again)

@@ -82,10 +82,38 @@ def test_copies_hold_the_listed_tokens(views, heads):
             column = head % heads
             start, n = (int(x[layer, 0, column]) for x in (lists.start, lists.length))
             slots = lists.indices[start : start + n].long()
-            for packed, plain in zip(views.pools[0][layer], views._kv.buffers[layer], strict=True):
+            for (packed, codec), plain in zip(
+                views.pools[0][layer].parts, views._kv.buffers[layer], strict=True
+            ):
                 expected = plain[SOURCE[positions[column]].long(), head]
-                found = unpack(packed[slots], DIM)[:, head]
+                found = unpack(packed[slots], DIM, codec)[:, head]
                 torch.testing.assert_close(found, expected, atol=0.03, rtol=0.01)
+
+
+def test_copies_of_blocks_hold_the_listed_tokens(views):
+    """Lists of different lengths, of more than one block and of less."""
+    views.store.widen(HEADS)
+    kept = torch.arange(0, 80, 2, dtype=torch.int32)
+    lists = torch.stack([kept, kept.minimum(kept[4]), kept.minimum(kept[32])])
+    lengths = (40, 5, 33)
+    view = DraftView((lists,) * LAYERS, 80, (lengths,) * LAYERS)
+    view.check_integrity()
+    assert views.file(state(1, codec="kivi4"), view, SOURCE[:80])
+    assert views.usage()["kivi4"] == {"tokens": 128, "bytes": 128 * 480, "used": 64}
+    filed = views.store.lists(torch.tensor([1]), torch.ones(1, dtype=torch.int32))
+    for layer in range(LAYERS):
+        for head, count in enumerate(lengths):
+            start = int(filed.start[layer, 0, head])
+            slots = filed.indices[start : start + count].long()
+            source = SOURCE[lists[head, :count].long()].long()
+            for (packed, codec), plain in zip(
+                views.pools[0][layer].parts, views._kv.buffers[layer], strict=True
+            ):
+                found = unpack(packed, DIM, codec)[slots, head]
+                torch.testing.assert_close(found, plain[source, head], atol=0.25, rtol=0.01)
+    views.check_integrity()
+    views.retain([])
+    assert views.pool("kivi4").available() == 128
 
 
 def test_lists_of_different_lengths_share_slots(views):
@@ -103,7 +131,8 @@ def test_lists_of_different_lengths_share_slots(views):
             start = int(filed.start[layer, 0, head])
             slots = filed.indices[start : start + count].long()
             keys = views._kv.buffers[layer][0][SOURCE[lists[head, :count].long()].long(), head]
-            found = unpack(views.pools[0][layer][0][slots], DIM)[:, head]
+            packed, codec = views.pools[0][layer].parts[0]
+            found = unpack(packed[slots], DIM, codec)[:, head]
             torch.testing.assert_close(found, keys, atol=0.03, rtol=0.01)
 
 
@@ -155,5 +184,5 @@ def test_listed_codes_are_those_of_the_copy(views, codec):
     for layer, kept in enumerate(view.kept):
         buffers, slots = views.listed(own, layer)
         for packed, plain in zip(buffers, views._kv.buffers[layer], strict=True):
-            expected = pack(plain[SOURCE[:kept].long()], CODECS[codec])
+            expected = pack(plain[SOURCE[:kept].long()], CODECS[codec].keys)
             assert torch.equal(packed[slots[:kept].long()], expected)

@@ -114,6 +114,44 @@ def test_a_method_sees_the_request(chooser, name):
     assert all(map(torch.equal, view.layers, wanted.layers))
 
 
+def filed(chooser, name, queries):
+    """What drafts of a request read: the view that was packed, and where the tail begins."""
+    views = []
+
+    def file(state, view, slots):
+        views.append(view)
+        return True
+
+    chooser.packed.file = file
+    request = state(name, queries)
+    view = chooser.choose(request)
+    assert views == [view]
+    return view, request.view_length
+
+
+@pytest.mark.parametrize("name", ["kivi2", "snapkv+kivi2", "int4"])
+def test_the_latest_tokens_stay_as_they_are(chooser, name):
+    residual = 0 if name == "int4" else 32
+    queries = torch.randn(LAYERS, 100, QUERY_HEADS, DIM)
+    view, tail_start = filed(chooser, name, queries)
+    assert tail_start == view.length == LENGTH - residual
+    assert int(view.layers[0].max()) < tail_start
+    if name == "snapkv+kivi2":
+        whole = chooser.choose(state("snapkv", queries)).layers[0]
+        assert torch.equal(view.layers[0], whole[whole < tail_start][None])
+        assert 0 < view.kept[0] < whole.shape[1], "some would be listed"
+    chooser._offloads = True
+    view, tail_start = filed(chooser, name, queries)
+    assert tail_start == view.length == LENGTH, "they would not be on the device"
+
+
+def test_short_contexts_are_not_packed_at_all(chooser):
+    request = state("kivi4", None)
+    request.req.kv.kv_committed_len, request.barred = 32, True
+    assert chooser.choose(request) is None
+    assert request.has_view and request.view_length == 0 and not request.barred
+
+
 def test_queries_that_are_not_the_latest_are_turned_back_from_where_they_stand(chooser):
     queries = torch.randn(LAYERS, 100, QUERY_HEADS, DIM) + 3
     view = chooser.choose(state("expected-attention", queries, end=250))

@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
 from torch import Tensor
 
-from sgl_kernel_ext import DecoderRows, ragged_attention, store_kv
+from sgl_kernel_ext import DecoderRows, ViewPool, ragged_attention, store_kv
 from sglang_vericache.attention.rows import Rows, full_rows, last_rows
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
         self.pool = supported_pool(model_runner)
         self.query_window = 0
         # By layer, pools that views may lie in besides the KV pool.
-        self.view_pools: list[list[tuple[Tensor, Tensor]]] = [
-            [] for _ in range(self.pool.layer_num)
-        ]
+        self.view_pools: list[list[ViewPool]] = [[] for _ in range(self.pool.layer_num)]
         self.rows: Rows | None = None
         self._queries: list[Tensor] = []
 
@@ -56,8 +54,8 @@ class VeriCacheAttentionBackend(AttentionBackend):
             rows = replace(rows, captured=captured.to(rows.tail_end.device))
         self.rows = rows
 
-    def add_view_pool(self, layers: Sequence[tuple[Tensor, Tensor]]) -> int:
-        """Let views lie in another pool: keys and values of each layer, plain or packed.
+    def add_view_pool(self, layers: Sequence[ViewPool]) -> int:
+        """Let views lie in another pool, of which each layer has a part.
 
         Returns:
             Its number in ``ViewLists.pool``.
@@ -136,7 +134,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
         table = self.req_to_token if rows.table is None else rows.table
         longest = table.shape[1]
         indices = start = length = pool = None
-        pools: list[tuple[Tensor, Tensor]] = []
+        pools: list[ViewPool] = []
         if views is not None:
             indices, start, length = views.indices, views.start[layer_id], views.length[layer_id]
             longest += views.longest

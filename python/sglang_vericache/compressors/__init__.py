@@ -11,7 +11,7 @@ from sglang_vericache.compressors.calibration import Calibration
 from sglang_vericache.compressors.kvpress import FAMILY
 from sglang_vericache.compressors.registry import create, find, names, register, supported
 from sglang_vericache.compressors.rotary import Rotary
-from sglang_vericache.compressors.select import compress, keep_best
+from sglang_vericache.compressors.select import before, compress, keep_best
 from sglang_vericache.compressors.settings import Settings
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Protected",
     "Rotary",
     "Settings",
+    "before",
     "compress",
     "create",
     "find",

@@ -133,6 +133,11 @@ class Dropper(ABC):
     codec: ClassVar[str | None] = None
     """How the copy that drafts read is packed (``sgl_kernel_ext.CODECS``); None: there is no copy,
     they read what is listed in the KV pool itself."""
+    residual: ClassVar[int] = 0
+    """The latest tokens that drafts read as they are rather than in a packed copy, where the full
+    KV is on the device."""
+    divisible: ClassVar[bool] = True
+    """Whether a part of a packed copy can be decoded, as that of a copy in a store has to be."""
     floor_share: ClassVar[float] = 1.0
     """What each list of a layer surely gets, as a share of an equal part; the rest goes to the best
     scores of all lists. 1: all lists of a layer are equally long."""

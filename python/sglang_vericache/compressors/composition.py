@@ -22,11 +22,11 @@ BY_LAYER = (Calibrated, PyramidKV)
 def suffixes() -> str:
     """What may follow the name of a method, in words."""
     budgets = ", ".join(f"+{name}" for name in BUDGETS)
-    codecs = " or ".join(f"+{codec}" for codec in CODECS)
+    codecs = ", ".join(f"+{codec}" for codec in CODECS)
     return (
         f"a method that drops tokens also with budgets ({budgets}; +adakv where every KV head has "
         f"its own list; one of {' and '.join('+' + str(cls.name) for cls in BY_LAYER)}) and, last, "
-        f"with {codecs}"
+        f"with one of {codecs}"
     )
 
 

@@ -14,7 +14,7 @@ from sglang_vericache.compressors.keydiff import KeyDiff
 from sglang_vericache.compressors.knorm import Knorm
 from sglang_vericache.compressors.kvpress import FAMILY, press_method
 from sglang_vericache.compressors.lagkv import LagKV
-from sglang_vericache.compressors.quantizers import Int4, Int8
+from sglang_vericache.compressors.quantizers import METHODS as QUANTIZERS
 from sglang_vericache.compressors.quest import Quest
 from sglang_vericache.compressors.random_kv import RandomKV
 from sglang_vericache.compressors.settings import Settings
@@ -80,8 +80,9 @@ def create(name: str, settings: Settings) -> Dropper:
     return cls(**chosen)
 
 
-for _cls in (
-    *(CompressKV, ExpectedAttention, H2O, Identity, Int4, Int8, KeyDiff, Knorm, LagKV, Quest),
-    *(RandomKV, SnapKV, SnapKVPerHead, StreamingLLM, TOVA),
-):
+_DROPPERS: tuple[type[Dropper], ...] = (
+    *(CompressKV, ExpectedAttention, H2O, Identity, KeyDiff, Knorm, LagKV, Quest, RandomKV),
+    *(SnapKV, SnapKVPerHead, StreamingLLM, TOVA),
+)
+for _cls in (*_DROPPERS, *QUANTIZERS):
     register(_cls)

@@ -156,3 +156,17 @@ def _best(scores: Tensor, count: int) -> Tensor:
     above, tied = scores > threshold, scores == threshold
     missing = count - above.sum(dim=1, keepdim=True)
     return above | (tied & (tied.cumsum(dim=1) <= missing))
+
+
+def before(view: DraftView, length: int) -> DraftView:
+    """What a view lists of the tokens ``0 .. length - 1``."""
+    layers, counts = [], []
+    for positions, lengths in zip(view.layers, view.list_lengths, strict=True):
+        listed = torch.tensor(lengths, device=positions.device)
+        below = (positions < length).sum(dim=1).minimum(listed)
+        counts.append(tuple(below.tolist()))
+        entries = torch.arange(max(counts[-1]), device=positions.device)
+        entries = entries.minimum((below - 1).clamp(min=0)[:, None])
+        layers.append(positions.gather(1, entries).clamp(max=length - 1))
+    even = all(len(set(lengths)) == 1 for lengths in counts)
+    return DraftView(tuple(layers), length, () if even else tuple(counts))

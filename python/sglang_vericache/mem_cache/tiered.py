@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.registry import (
 )
 from torch import Tensor
 
+from sgl_kernel_ext import ViewPool
 from sglang_vericache.config import config_of
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.lending import LendingCache
@@ -243,10 +244,10 @@ class TieredCache(LendingCache):
         evicted = self.tree_core.is_full_device_evicted(self.holdings[req].node)
         return evicted or not self.ongoing_write_through
 
-    def host_buffers(self) -> list[tuple[Tensor, Tensor]]:
+    def host_buffers(self) -> list[ViewPool]:
         """Keys and values of each layer in host memory, ``[host slots, HKV, D]``."""
         pool = self.cache_controller.mem_pool_host.anchor_entry.host_pool
-        return list(zip(pool.k_data_refs, pool.v_data_refs, strict=True))
+        return list(map(ViewPool, pool.k_data_refs, pool.v_data_refs))
 
     def host_slots(self, req: Req) -> Tensor:
         """Where the host copy of an offloaded prefix is, int64 host slots."""

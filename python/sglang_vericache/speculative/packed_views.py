@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sgl_kernel_ext import CODECS
+from sgl_kernel_ext import CODECS, ViewPool
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.packed import PackedPool
 from sglang_vericache.mem_cache.views import ViewStore, gather_listed
@@ -48,7 +48,7 @@ class PackedViews:
         kv: KVCache,
         store: ViewStore,
         tokens: int,
-        add_view_pool: Callable[[Sequence[tuple[Tensor, Tensor]]], int],
+        add_view_pool: Callable[[Sequence[ViewPool]], int],
     ) -> None:
         self._kv, self._store, self._tokens = kv, store, tokens
         self._add_view_pool = add_view_pool
@@ -138,11 +138,13 @@ class PackedViews:
         """The copy of a request that holds one.
 
         Returns:
-            Packed keys and values of a layer, ``[pool slots, HKV, row bytes]`` each, and the slots
-            of the listed tokens in their order, at least as many as the layer lists.
+            Packed keys and values of a layer, ``[pool slots, HKV, row bytes]`` each of a divisible
+            copy, and the slots of the listed tokens in their order, at least as many as the layer
+            lists.
         """
         held = self._held[state.serial]
-        return self._pools[held.codec].layers[layer], held.slots
+        pool = self._pools[held.codec].layers[layer]
+        return (pool.keys, pool.values), held.slots
 
     def lend(self, borrower: Hashable, codec: str, tokens: int) -> Tensor | None:
         """Slots for a borrower, which has none yet, until ``take_back``; None without room.

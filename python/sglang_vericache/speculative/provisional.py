@@ -108,7 +108,8 @@ class Provisional:
         # Where copies are put: of the codec that the store's copies have, or the KV pool.
         self._codec = create(config.compressor, config.compressor_settings).codec
         if self._codec:
-            self._buffers = packed.pool(self._codec).layers
+            pool = packed.pool(self._codec).layers
+            self._buffers = [(layer.keys, layer.values) for layer in pool]
         else:
             pool = worker.model_runner.token_to_kv_pool
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)

@@ -34,7 +34,7 @@ class RequestState:
         limit: most tokens it drafts in a round; 0 decodes plainly.
         unverified: commits what it reads from its view, token by token, as it is.
         queries: of the latest tokens, as many as ``dropper`` wants, for the next compression.
-        view_length: tokens its filed view was chosen from; 0 when drafts read the full KV.
+        view_length: tokens its filed view stands for; 0 when drafts read the full KV.
         chosen_at: committed tokens when the view was chosen.
         view_kept: tokens the filed view lists, averaged over layers.
         view_share: bytes of a listed token as a share of one in the KV pool; below 1 if packed.

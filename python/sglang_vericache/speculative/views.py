@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgl_kernel_ext import key_scores
-from sglang_vericache.compressors import LayerContext, Rotary, compress, create
+from sglang_vericache.compressors import LayerContext, Rotary, before, compress, create
 from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.views import ViewStore, gather_listed
@@ -38,6 +38,7 @@ class ViewChooser:
         self.num_kv_heads, head_dim = keys.shape[1:]
         self.scale = head_dim**-0.5
         self.bytes_per_key = self.num_layers * 2 * keys[0].nbytes
+        self._offloads = config.offloads
         self._rotary = _rotary_of(model_runner.model)
         settings = config.compressor_settings
         if settings.calibration is not None:
@@ -89,6 +90,12 @@ class ViewChooser:
         if state.dropper.per_head:
             self.store.widen(self.num_kv_heads)
         if codec := state.dropper.codec:
+            # What is not packed has to stay on the device.
+            if state.dropper.residual and not self._offloads:
+                view = before(view, max(0, length - state.dropper.residual))
+                if view.length == 0:
+                    state.barred = False
+                    return None
             state.barred = not self.packed.file(state, view, slots)
             if state.barred:
                 return None
@@ -97,7 +104,7 @@ class ViewChooser:
             return None
         else:
             self.store.put(state.row, view, slots)
-        state.view_length, state.view_kept = length, view.mean_kept
+        state.view_length, state.view_kept = view.length, view.mean_kept
         return view
 
     def listed(self, state: RequestState, view: DraftView) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sgl_kernel_ext.packed import PLAIN, Codec, ViewPool
 from sgl_kernel_ext.reference.packed import unpack
 
 
@@ -26,7 +27,7 @@ def ragged_attention(
     view_indices: Tensor | None = None,
     view_start: Tensor | None = None,
     view_len: Tensor | None = None,
-    view_pools: Sequence[tuple[Tensor, Tensor]] = (),
+    view_pools: Sequence[ViewPool] = (),
     view_pool: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -36,7 +37,7 @@ def ragged_attention(
     kv_heads = k_pool.shape[1]
     gqa = q.shape[1] // kv_heads
     indptr = q_indptr.tolist()
-    pools = [(k_pool, v_pool), *view_pools]
+    pools = [ViewPool(k_pool, v_pool), *view_pools]
     homes = [0] * len(req_row) if view_pool is None else view_pool.tolist()
     bounds = zip(req_row.tolist(), tail_start.tolist(), tail_end.tolist(), strict=True)
     for group, (table_row, start, end) in enumerate(bounds):
@@ -50,8 +51,8 @@ def ragged_attention(
                 begin = view_start[group, column]
                 view = view_indices[begin : begin + view_len[group, column]].long()
             keys, values = (
-                torch.cat([_rows(elsewhere, view, head, q), pool[tail, head]]).float()
-                for elsewhere, pool in zip(pools[homes[group]], pools[0], strict=True)
+                torch.cat([_rows(*elsewhere, view, head, q), pool[tail, head]]).float()
+                for elsewhere, pool in zip(pools[homes[group]].parts, (k_pool, v_pool), strict=True)
             )
             heads = slice(head * gqa, (head + 1) * gqa)
             for row in range(first_row, last_row + 1):
@@ -63,10 +64,13 @@ def ragged_attention(
     return out
 
 
-def _rows(pool: Tensor, slots: Tensor, head: int, q: Tensor) -> Tensor:
+def _rows(pool: Tensor, codec: Codec, slots: Tensor, head: int, q: Tensor) -> Tensor:
     """``[n, D]`` in q's dtype, unpacked if need be."""
-    rows = pool[slots, head]
-    return unpack(rows, q.shape[2]).to(q.dtype) if pool.dtype == torch.uint8 else rows
+    if codec is PLAIN:
+        return pool[slots, head]
+    blocks, place = (slots // codec.tokens).unique(return_inverse=True)
+    rows = unpack(pool[blocks, head], q.shape[2], codec).to(q.dtype)
+    return rows[place * codec.tokens + slots % codec.tokens]
 
 
 def key_scores(

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_kernel_ext.packed import ViewPool
 from sgl_kernel_ext.triton.key_scores import key_scores
-from sgl_kernel_ext.triton.pools import pool_arguments, pool_codecs
+from sgl_kernel_ext.triton.pools import pool_arguments, pool_layouts
 from sgl_kernel_ext.triton.softmax import attend_block, empty_state, merge_states
 from sgl_kernel_ext.triton.tiles import (
     BLOCK_M,
@@ -58,7 +59,7 @@ def ragged_attention(
     view_indices: Tensor | None = None,
     view_start: Tensor | None = None,
     view_len: Tensor | None = None,
-    view_pools: Sequence[tuple[Tensor, Tensor]] = (),
+    view_pools: Sequence[ViewPool] = (),
     view_pool: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -105,9 +106,9 @@ def ragged_attention(
     _attend_kernel[(tiles, kv_heads, 1 if in_order else splits)](
         *groups_args, *states, *out_args, groups, splits,
         q, pool_arguments(k_pool, v_pool), req_to_token, req_row, view_indices, view_start,
-        tuple(pool_arguments(*pool) for pool in pools), view_pool,
+        tuple(pool_arguments(pool.keys, pool.values) for pool in pools), view_pool,
         *q.stride()[:2], req_to_token.stride(0), scale * LOG2_E,
-        CODECS=tuple(pool_codecs(*pool, head_dim) for pool in pools),
+        LAYOUTS=tuple(pool_layouts(pool, head_dim) for pool in pools),
         IN_ORDER=in_order, BLOCK_N=block_n(head_dim, q.dtype), BLOCK_D=block_d(head_dim),
         **sizes, **LAUNCH,
     )  # fmt: skip
@@ -138,7 +139,7 @@ def _attend_kernel(
     out, lse, out_row, out_head, lse_row, groups, splits,
     q, pool, req_to_token, req_row, view_indices, view_start, view_pools, view_pool,
     q_row, q_head, table_row, scale_log2,
-    CODECS: tl.constexpr, IN_ORDER: tl.constexpr, D: tl.constexpr, GQA: tl.constexpr,
+    LAYOUTS: tl.constexpr, IN_ORDER: tl.constexpr, D: tl.constexpr, GQA: tl.constexpr,
     VIEW_HEADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +163,7 @@ def _attend_kernel(
     tail += tl.load(tail_start + group).to(tl.int64) - in_view
     view = view_indices
     home = 0
-    if len(CODECS) > 0:
+    if len(LAYOUTS) > 0:
         home = tl.load(view_pool + group)
     if VIEW_HEADS > 0:
         view += tl.load(view_start + group * VIEW_HEADS + kv_head % VIEW_HEADS)
@@ -181,13 +182,13 @@ def _attend_kernel(
             s_top, s_total, s_acc = attend_block(
                 s_top, s_total, s_acc, queries, block, end, seen, view, in_view, tail,
                 pool, view_pools, home, kv_head, scale_log2,
-                CODECS, False, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
+                LAYOUTS, False, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         for block in range(masked_start, end, BLOCK_N):
             s_top, s_total, s_acc = attend_block(
                 s_top, s_total, s_acc, queries, block, end, seen, view, in_view, tail,
                 pool, view_pools, home, kv_head, scale_log2,
-                CODECS, True, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
+                LAYOUTS, True, VIEW_HEADS > 0, D, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         if IN_ORDER:
             top, total, acc = merge_states(top, total, acc, s_top, s_total, s_acc)

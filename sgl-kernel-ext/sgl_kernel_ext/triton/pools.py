@@ -1,15 +1,11 @@
 """How the attention kernels read the pools: the main one, and others that hold views only."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_kernel_ext.packed import codec_of
-from sgl_kernel_ext.triton.packed import group_of, load_packed
-
-# Of a codec: bits and channels of a group.
-_PLAIN = (0, 0)
+from sgl_kernel_ext.packed import ViewPool
+from sgl_kernel_ext.triton.packed import Layout, layout_of, load_packed
 
 
 def pool_arguments(k: Tensor, v: Tensor) -> tuple[Tensor | int, ...]:
@@ -17,21 +13,14 @@ def pool_arguments(k: Tensor, v: Tensor) -> tuple[Tensor | int, ...]:
     return k, *k.stride()[:2], v, *v.stride()[:2]
 
 
-def pool_codecs(k: Tensor, v: Tensor, head_dim: int) -> tuple[tuple[int, int], ...]:
-    """Of keys and of values, bits of a code and channels of a group; bits 0 where not packed."""
-    return tuple(_codec(pool, head_dim) for pool in (k, v))
-
-
-def _codec(pool: Tensor, head_dim: int) -> tuple[int, int]:
-    if pool.dtype != torch.uint8:
-        return _PLAIN
-    codec = codec_of("view_pools", pool, head_dim)
-    return codec.bits, group_of(codec, head_dim)
+def pool_layouts(pool: ViewPool, head_dim: int) -> tuple[Layout, ...]:
+    """Of keys and of values."""
+    return tuple(layout_of(codec, head_dim) for _, codec in pool.parts)
 
 
 @triton.jit
 def load_rows(
-    pool, view_pools, home, kv_head, slot, d, loaded, viewed, CODECS: tl.constexpr, D: tl.constexpr
+    pool, view_pools, home, kv_head, slot, d, loaded, viewed, LAYOUTS: tl.constexpr, D: tl.constexpr
 ):
     """Keys and values ``[BLOCK_N, BLOCK_D]`` of one head in the pool's dtype.
 
@@ -44,33 +33,35 @@ def load_rows(
     keys, k_slot, k_head, values, v_slot, v_head = pool
     k_rows = keys + kv_head * k_head + slot * k_slot
     v_rows = values + kv_head * v_head + slot * v_slot
-    if len(CODECS) == 0:
+    if len(LAYOUTS) == 0:
         k = tl.load(k_rows + d[None, :], mask=loaded, other=0.0)
         v = tl.load(v_rows + d[None, :], mask=loaded, other=0.0)
     else:
         here = loaded & ((home == 0) | (viewed == 0))
         k = tl.load(k_rows + d[None, :], mask=here, other=0.0)
         v = tl.load(v_rows + d[None, :], mask=here, other=0.0)
-        for i in tl.static_range(len(CODECS)):
+        for i in tl.static_range(len(LAYOUTS)):
             if home == i + 1:
-                k, v = _replace(k, v, view_pools[i], kv_head, slot, d, viewed, CODECS[i], D)
+                k, v = _replace(k, v, view_pools[i], kv_head, slot, d, viewed, LAYOUTS[i], D)
     return k, v
 
 
 @triton.jit
-def _replace(k, v, pool, kv_head, slot, d, viewed, CODEC: tl.constexpr, D: tl.constexpr):
+def _replace(k, v, pool, kv_head, slot, d, viewed, LAYOUT: tl.constexpr, D: tl.constexpr):
     """``k`` and ``v`` with the rows ``viewed`` from this pool."""
     keys, k_slot, k_head, values, v_slot, v_head = pool
-    k_rows = keys + kv_head * k_head + slot * k_slot
-    v_rows = values + kv_head * v_head + slot * v_slot
-    k = tl.where(viewed, _load(k_rows, d, viewed, CODEC[0], D, k.dtype), k)
-    v = tl.where(viewed, _load(v_rows, d, viewed, CODEC[1], D, v.dtype), v)
+    keys += kv_head * k_head
+    values += kv_head * v_head
+    k = tl.where(viewed, _load(keys, k_slot, slot, d, viewed, LAYOUT[0], D, k.dtype), k)
+    v = tl.where(viewed, _load(values, v_slot, slot, d, viewed, LAYOUT[1], D, v.dtype), v)
     return k, v
 
 
 @triton.jit
-def _load(rows, d, mask, CODEC: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
-    if CODEC[0] == 0:
-        return tl.load(rows + d[None, :], mask=mask, other=0.0)
+def _load(head, stride, slot, d, mask, LAYOUT: tl.constexpr, D: tl.constexpr, dtype: tl.constexpr):
+    if LAYOUT[0] == 0:
+        return tl.load(head + slot * stride + d[None, :], mask=mask, other=0.0)
     else:
-        return load_packed(rows, d, mask, CODEC[0], CODEC[1], D, dtype)
+        TOKENS: tl.constexpr = LAYOUT[3]
+        blocks = head + slot // TOKENS * stride
+        return load_packed(blocks, slot % TOKENS, d, mask, LAYOUT, D, dtype)

@@ -30,7 +30,7 @@ def merge_states(top, total, acc, next_top, next_total, next_acc):
 def attend_block(
     top, total, acc, queries, start, end, seen, view, in_view, tail,
     pool, view_pools, home, kv_head, scale_log2,
-    CODECS: tl.constexpr, MASKED: tl.constexpr, HAS_VIEW: tl.constexpr, D: tl.constexpr,
+    LAYOUTS: tl.constexpr, MASKED: tl.constexpr, HAS_VIEW: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """State of each row after the BLOCK_N list entries from ``start``, those below ``end`` only.
@@ -50,7 +50,7 @@ def attend_block(
     slot = slot.to(tl.int64)[:, None]
     loaded = listed[:, None] & (d < D)[None, :]
     viewed = loaded & (entry < in_view)[:, None]
-    k, v = load_rows(pool, view_pools, home, kv_head, slot, d, loaded, viewed, CODECS, D)
+    k, v = load_rows(pool, view_pools, home, kv_head, slot, d, loaded, viewed, LAYOUTS, D)
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale_log2
     if MASKED:
