@@ -2,12 +2,20 @@
 
 import argparse
 import json
+import logging
 
 import pytest
 import torch
 
 from sglang_vericache.cli import doctor, main, prompts, self_test, verify
 from sglang_vericache.cli.verify import DEFAULT, PLAIN, Decoded
+
+
+@pytest.fixture(autouse=True)
+def logging_again():
+    """``vericache doctor`` silences its process."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def decoded(ids, logprobs=None, drafted=8, accepted=5):
