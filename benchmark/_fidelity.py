@@ -67,15 +67,13 @@ def measure(
     """
     codec = CODECS[dropper.codec] if dropper.codec else None
     view = choose(dropper, reference.prompt, budget, memo, model.rotary)
-    view = before(view, max(view.length - dropper.residual, 0))
     first, *later = chains(reference.rows)
     plan = [(view, [first, *later])]
     if refresh and dropper.refreshable:
         plan = [(view, [first])]
         for chain in later:
             known = reference.upto(chain.start)
-            chosen = choose(dropper, known, budget, memo, model.rotary)
-            plan.append((before(chosen, max(chosen.length - dropper.residual, 0)), [chain]))
+            plan.append((choose(dropper, known, budget, memo, model.rotary), [chain]))
     log_probs = model.draft(reference, plan, codec).log_softmax(-1)
     agrees = (log_probs.argmax(-1) == torch.tensor(reference.tokens[1:])).tolist()
     drafts = [[agrees[row] for row in chain.span] for chain in (first, *later)]
@@ -101,8 +99,9 @@ def chains(rows: int) -> list[Chain]:
 def choose(
     dropper: Dropper, layers: list[LayerKV], budget: Budget, memo: Memo, rotary: Rotary
 ) -> DraftView:
-    """The draft view that a method chooses."""
-    return compress(dropper, _contexts(layers, dropper.query_rows, memo, rotary), budget)
+    """The draft view that a method chooses, without the tokens that it leaves as they are."""
+    view = compress(dropper, _contexts(layers, dropper.query_rows, memo, rotary), budget)
+    return before(view, max(view.length - dropper.residual, 0))
 
 
 def _contexts(
