@@ -58,11 +58,7 @@ static void score_tile(
       }
     }
   }
-#pragma GCC unroll 10
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int j = 0; j < C; ++j) store16(scores + r * stride + j * kLanes, acc[r][j]);
-  }
+  store_tile<R, C>(scores, stride, acc);
 }
 
 constexpr int score_tiles(int queries) { return ceil_div(queries, kScoreRows); }

@@ -79,7 +79,7 @@ SGL_INLINE void load_tile(const float* c, int64_t ldc, bool resume, Vec (&acc)[R
 
 template <int R, int C>
 SGL_INLINE void store_tile(float* c, int64_t ldc, const Vec (&acc)[R][C]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 10
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int j = 0; j < C; ++j) store16(c + r * ldc + j * kLanes, acc[r][j]);
