@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -100,17 +101,19 @@ def test_drafting_changes_nothing(case, server, without_drafts, off, questions):
     "dtype", [pytest.param(d, marks=pytest.mark.server(spec)) for d, spec in ADAPTIVE.items()]
 )
 def test_adaptive_lengths_draft_where_it_pays(dtype, server, off, questions):
-    short, long = questions[10][0], questions[7000][0]
-    asks = [Ask(short, 32), Ask(long, 64)]
-    server.warm(long)
-    looked_up = [server.counters()["looked_up"]]
-    found = []
-    for ask in asks:
-        found += server.concurrently([ask])
-        looked_up.append(server.counters()["looked_up"])
-    assert_identical(found, off[dtype].answers(asks))
-    assert found[0].drafted == looked_up[1] - looked_up[0], "drafted below the least context"
-    assert found[1].drafted > looked_up[2] - looked_up[1], "never drafted on 7,000 tokens"
+    """Whether drafting pays at 7,000 tokens is up to the machine, but it is tried there."""
+    short, *long = questions[10][0], *questions[7000]
+    groups = [[Ask(short, 32)], [Ask(prompt, 64) for prompt in long]]
+    server.warm(long[0])
+    counters, found = [server.counters()], []
+    for asks in groups:
+        found.append(server.batch(asks))
+        counters.append(server.counters())
+        assert_identical(found[-1], off[dtype].answers(asks))
+    looked_up = [after["looked_up"] - before["looked_up"] for before, after in pairwise(counters)]
+    drafted = [sum(answer.drafted for answer in answers) for answers in found]
+    assert drafted[0] == looked_up[0], "drafted below the least context"
+    assert drafted[1] > looked_up[1], "never drafted on 7,000 tokens"
 
 
 @pytest.mark.server(DRAFTING["bfloat16"])

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import zlib
 from array import array
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from server.comparing import PLAIN, assert_identical, difference
 from server.harness import Ask
 from server.specs import REMOTE, STORE_DIRECTORY
-from server.storing import ADMIN, PAGE, POLICY, compute, flush, from_store, usage
+from server.storing import ADMIN, PAGE, POLICY, compute, flush, from_store, stored, usage
 from servers import free_port
 from sglang_vericache.embedded_model import ensure_embedded_model
 from sglang_vericache.mem_cache import storage_record
@@ -163,6 +164,17 @@ def test_a_store_that_is_removed_while_it_runs(server, ask):
     assert usage(server)["errors"]["write_error"] > before.get("write_error", 0)
     server.check_idle()
     DIRECTORY.mkdir()
+    # It is used again, once the server tries.
+    before, deadline = usage(server)["written"], time.monotonic() + 60
+    while usage(server)["written"] == before:
+        assert time.monotonic() < deadline, usage(server)
+        time.sleep(1)
+        flush(server)
+        server.answer(ask)
+    stored(server)
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert pages == PAGES
 
 
 @pytest.fixture
