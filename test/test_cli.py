@@ -127,6 +127,21 @@ def test_verify_fails_when_nothing_was_drafted(server, capsys):
     assert last_line(capsys)["identical"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "nowhere"], "nowhere"),
+        (["--prompts", "empty"], "no prompts"),
+        (["--n", "0"], "--n"),
+    ],
+)
+def test_verify_without_prompts(arguments, words, server, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    assert main(["verify", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
 def test_verify_without_a_server(capsys):
     assert main(["verify", "--base-url", "http://127.0.0.1:9", "--n", "1"]) == 1
     assert "127.0.0.1" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_vericache import defaults
-from sglang_vericache.config import VeriCacheConfig, from_options
+from sglang_vericache.config import VeriCacheConfig, attach, from_options
 
 PLAIN = {
     **{"disable_radix_cache": False, "radix_cache_backend": None, "tp_size": 1},
@@ -68,3 +68,36 @@ def test_a_tier_without_drafts_is_refused():
         VeriCacheConfig(mode="off", tier="host")
     assert not VeriCacheConfig(mode="off").offloads
     assert VeriCacheConfig(tier="auto").offloads
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("is_embedding", True, "--is-embedding"),
+        ("attn_dp_size", 2, "--attn-dp-size above 1"),
+        ("attn_cp_size", 2, "--attn-cp-size above 1"),
+        ("dcp_size", 2, "--dcp-size above 1"),
+        ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("enable_hisparse", True, "--enable-hisparse"),
+        ("enable_torch_compile", True, "--enable-torch-compile"),
+        ("cuda_graph_backend_decode", "full", "--cuda-graph-backend-decode"),
+        ("cuda_graph_backend_prefill", "breakable", "--cuda-graph-backend-prefill"),
+        ("cuda_graph_config", {"decode": {"backend": "full"}}, "--cuda-graph-config"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_what_no_pass_of_ours_has_run_with(field, value, flag, mode):
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_vericache.speculative.algorithm import refuse_unsupported
+
+    record = ServerArgs(model_path="m")
+    refuse_unsupported(record)
+    attach(record, VeriCacheConfig(mode=mode))
+    refuse_unsupported(record)
+    record.cuda_graph_backend_decode = "disabled"
+    refuse_unsupported(record)
+    setattr(record, field, value)
+    with pytest.raises(ValueError, match=f"does not support .*{flag}"):
+        refuse_unsupported(record)

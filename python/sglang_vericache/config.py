@@ -135,14 +135,17 @@ class VeriCacheConfig:
                 )
         try:
             divisible = self.compressor == AUTO or find(self.compressor).divisible
-            if self.tier == "remote" and not divisible:
-                raise ValueError(
-                    f"copies of {self.compressor} cannot be read in parts, "
-                    "as --vericache-tier remote reads them"
-                )
+        except ValueError as error:
+            raise ValueError(f"--vericache-compressor: {error}") from None
+        if self.tier == "remote" and not divisible:
+            raise ValueError(
+                f"--vericache-compressor: copies of {self.compressor} cannot be read in parts, "
+                "as --vericache-tier remote reads them"
+            )
+        try:
             _ = self.compressor_settings
         except ValueError as error:
-            flag = "ratio" if str(error).startswith("ratio") else "compressor"
+            flag = "ratio" if str(error).startswith("ratio") else "settings"
             raise ValueError(f"--vericache-{flag}: {error}") from None
 
     @property

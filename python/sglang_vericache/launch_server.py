@@ -14,16 +14,30 @@ from sglang_vericache.platform import prepare
 def server_argv(argv: list[str]) -> list[str]:
     """``argv`` with the defaults of this entry point filled in."""
     argv = list(argv)
-    given = {word.split("=", 1)[0] for word in argv}
+    given = {word.split("=", 1)[0].replace("_", "-") for word in _with_config_file(argv)}
     if given & {"-h", "--help"}:
         return argv
-    if not given & {"--model-path", "--model"} and "--config" not in given:
+    if not given & {"--model-path", "--model"}:
         from sglang_vericache.embedded_model import ensure_embedded_model
 
         argv += ["--model-path", str(ensure_embedded_model())]
     if "--vericache" not in given:
         argv += ["--vericache", "on"]
     return argv
+
+
+def _with_config_file(argv: list[str]) -> list[str]:
+    """``argv`` with what the file of ``--config`` says, which flags take precedence over.
+
+    Raises:
+        ValueError: there is no such file, or it is no YAML.
+    """
+    if "--config" not in argv:
+        return argv
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    merged: list[str] = ConfigArgumentMerger(boolean_actions=[]).merge_config_with_args(argv)
+    return merged
 
 
 def main(argv: list[str] | None = None) -> None:

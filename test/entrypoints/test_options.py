@@ -98,3 +98,14 @@ def test_copies_that_cannot_be_read_in_parts_are_for_no_store():
     for name in ("kivi2", "snapkv+kivi4"):
         with pytest.raises(ValueError, match=r"--vericache-compressor: copies of .*remote"):
             VeriCacheConfig(compressor=name, tier="remote")
+
+
+@pytest.mark.parametrize("settings", [{"window": 0}, {"kernel": 4}, {"sinks": "x"}, {"recent": 2}])
+def test_a_bad_setting_is_blamed_on_its_flag(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"--vericache-settings: {name} must be"):
+        VeriCacheConfig(settings=settings)
+    with pytest.raises(ValueError, match="--vericache-ratio: ratio must be"):
+        VeriCacheConfig(ratio=2)
+    with pytest.raises(ValueError, match="--vericache-compressor: unknown"):
+        VeriCacheConfig(compressor="zip", settings=settings)

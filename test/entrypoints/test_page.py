@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from sgl_kernel_ext import active
 from sglang_vericache.config import VeriCacheConfig, attach
 from sglang_vericache.core import Counters
 from sglang_vericache.entrypoints import status
@@ -60,7 +61,7 @@ class Manager:
             ),
         )
         storage = {"storage": None if resident else STORE}
-        return [{"vericache": {"kernels": "cpu", **storage, **status.worker_status(worker)}}]
+        return [{"vericache": {"kernels": active(), **storage, **status.worker_status(worker)}}]
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ def test_it_draws_both_tiers_and_the_rings(serve):
         *("Packed int4", "copies 2K", "Store", "8M", "read_corrupt 2"),
     ):
         assert shown in page, shown
+    assert f"Rank 0: kernels {active()['isa'] or 'reference'}" in page
     assert "no answer" not in page
 
 

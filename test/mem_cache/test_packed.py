@@ -25,6 +25,14 @@ def test_slots_are_handed_out_once():
     pool.check_integrity([third, second])
 
 
+def test_used_slots_are_used_again_before_others():
+    """So that a pool takes no more memory than was ever in use at once."""
+    pool = make()
+    first = pool.alloc(4)
+    pool.free(first)
+    assert pool.alloc(4).tolist() == first.tolist()
+
+
 def test_blocks_are_handed_out_whole():
     pool = make(70, "kivi4")
     assert pool.tokens == pool.available() == 96

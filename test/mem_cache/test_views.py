@@ -40,6 +40,24 @@ def test_widening_repeats_lists_for_every_head():
     assert [listed(store, 1, 0, head) for head in range(3)] == [SLOTS[:20].tolist()] * 3
 
 
+def test_without_memory_to_make_room_nothing_changes(monkeypatch):
+    store = ViewStore(rows=2, layers=1, heads=1, capacity=8, device="cpu")
+    store.put(0, view(4), SLOTS)
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", no_memory)
+        for attempt in (lambda: store.widen(3), lambda: store.put(1, view(20), SLOTS)):
+            with pytest.raises(torch.OutOfMemoryError):
+                attempt()
+            assert listed(store, 0, 0) == SLOTS[:4].tolist()
+    store.put(1, view(20), SLOTS)
+    store.widen(3)
+    assert listed(store, 1, 0, 2) == SLOTS[:20].tolist()
+
+
 def test_a_group_that_verifies_has_no_list():
     store = ViewStore(rows=1, layers=1, heads=1, capacity=8, device="cpu")
     store.put(0, view(4), SLOTS)

@@ -7,7 +7,7 @@ import torch
 
 from sgl_kernel_ext import CODECS
 from sgl_kernel_ext.reference.packed import pack, unpack
-from sglang_vericache.core import Budget, DraftView
+from sglang_vericache.core import DraftView
 from sglang_vericache.mem_cache.views import ViewStore
 from sglang_vericache.speculative.packed_views import PackedViews
 
@@ -30,17 +30,9 @@ class KV:
         return tuple(self.buffers[layer])
 
 
-def state(serial, committed=50, codec="int8", drops=False):
-    def longest(length, heads, budget):
-        assert heads == HEADS
-        return budget.tokens(length) if drops else length
-
-    dropper = SimpleNamespace(codec=codec, drops=drops, longest=longest)
-    settings = SimpleNamespace(budget=Budget(0.5))
-    req = SimpleNamespace(finished=lambda: False)
-    return SimpleNamespace(
-        serial=serial, row=serial, committed=committed, dropper=dropper, settings=settings, req=req
-    )
+def state(serial, codec="int8", barred=50):
+    dropper, req = SimpleNamespace(codec=codec), SimpleNamespace(finished=lambda: False)
+    return SimpleNamespace(serial=serial, row=serial, dropper=dropper, barred=barred, req=req)
 
 
 @pytest.fixture
@@ -141,7 +133,7 @@ def test_slots_come_back(views):
     assert all(views.file(each, everything(), SOURCE[:50]) for each in (first, second))
     assert not views.has_room(third)
     assert not views.file(third, everything(), SOURCE[:50]) and not views.holds(third)
-    assert views.has_room(state(3, drops=True)) == (120 - 100 >= 25)
+    assert views.has_room(state(3, barred=20)) and not views.has_room(state(3, barred=21))
     assert views.has_room(state(3, codec="int4")), "a pool of its own"
     views.check_integrity()
     assert views.usage()["int8"]["used"] == 100
@@ -173,7 +165,24 @@ def test_what_was_lent_comes_back_before_anybody_goes_without(views):
     assert views.file(state(2, codec="int4"), everything(), SOURCE[:50]) and asked == []
     assert views.file(state(1), everything(), SOURCE[:50]) and asked == [80]
     views.check_integrity()
-    assert not views.has_room(state(3, committed=71))
+    assert not views.has_room(state(3, barred=71))
+
+
+def test_what_is_larger_than_the_pool_never_finds_room(views):
+    """Or its view would be chosen anew in every iteration in which the pool is empty."""
+    assert not views.file(state(1), everything(121), SOURCE[:121])
+    assert views.has_room(state(1, barred=120)) and not views.has_room(state(1, barred=121))
+
+
+def test_nothing_is_lost_where_there_is_no_memory_to_file_a_copy(views, monkeypatch):
+    def no_memory(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(views.store, "put_elsewhere", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        views.file(state(1), everything(), SOURCE[:50])
+    assert not views.holds(state(1)) and views.pool("int8").available() == 120
+    views.check_integrity()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])

@@ -177,6 +177,19 @@ def test_a_method_that_fails_costs_its_request_the_drafts(chooser, caplog):
     assert "failing: no view, r1" in caplog.text and "cannot score" in caplog.text
 
 
+def test_lists_that_find_no_memory_cost_their_request_the_drafts(chooser, caplog, monkeypatch):
+    def no_memory(heads):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(chooser.store, "widen", no_memory)
+    assert chooser.choose(state("streaming", None)) is not None, "it has a list a layer"
+    request = state("knorm", None)
+    request.compressor, request.limit, request.req.rid = "knorm", 8, "r1"
+    assert chooser.choose(request) is None
+    assert request.limit == 0 and request.has_view and request.view_length == 0
+    assert "knorm: no view, r1" in caplog.text and "no memory" in caplog.text
+
+
 class Req:
     def __init__(self, **asked):
         self.sampling_params = SimpleNamespace(custom_params={"vericache": asked})

@@ -132,7 +132,7 @@ class VeriCacheAttentionBackend(AttentionBackend):
             self._queries.append(q.index_select(0, rows.captured))
         views = rows.views
         table = self.req_to_token if rows.table is None else rows.table
-        longest = table.shape[1]
+        longest = table.shape[1] if rows.longest is None else rows.longest
         indices = start = length = pool = None
         pools: list[ViewPool] = []
         if views is not None:

@@ -48,6 +48,7 @@ class Rows:
         views: draft views, or None if every group reads its full KV.
         captured: rows whose queries are kept for compression, int64, or None.
         table: int32 ``[requests, columns]`` to read instead of ``req_to_token``.
+        longest: bound on the lengths of the runs, from the host; None: a row of the table.
     """
 
     q_indptr: Tensor
@@ -57,6 +58,7 @@ class Rows:
     views: ViewLists | None = None
     captured: Tensor | None = None
     table: Tensor | None = None
+    longest: int | None = None
 
 
 def full_rows(forward_batch: ForwardBatch) -> Rows:
@@ -68,11 +70,13 @@ def full_rows(forward_batch: ForwardBatch) -> Rows:
         torch.arange(groups + 1, dtype=torch.int32, out=q_indptr)
     else:
         torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=q_indptr[1:])
+    lens = forward_batch.seq_lens_cpu
     return Rows(
         q_indptr=q_indptr,
         req_row=forward_batch.req_pool_indices.to(torch.int32),
         tail_start=torch.zeros_like(tail_end),
         tail_end=tail_end,
+        longest=None if lens is None else int(lens.max()),
     )
 
 

@@ -92,9 +92,11 @@ def run(options: argparse.Namespace) -> int:
         status = server.get("/vericache")
         context = server.context_length() - options.max_tokens
         prompts = from_file(options.prompts) if options.prompts else built_in(options.n, context)
+        if not prompts:
+            raise ValueError("no prompts: --prompts needs a file with some, or --n at least 1")
         settings = variants(status["config"])
         outputs = decode_all(server, prompts, settings, options)
-    except (requests.RequestException, ValueError) as error:
+    except (OSError, ValueError) as error:  # those of requests are OSError
         print(f"error: {error}", file=sys.stderr)
         return 1
     found = mismatches(outputs)

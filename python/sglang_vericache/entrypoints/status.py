@@ -104,31 +104,11 @@ def merged_counters(ranks: list[dict[str, Any]]) -> dict[str, Any]:
                 getattr(total, name).update(Counter(dict(enumerate(value))))
             else:
                 setattr(total, name, getattr(total, name) + value)
-    passes = total.verify_passes + total.plain_passes
     return {
-        "drafted": total.drafted,
-        "accepted": total.accepted,
+        **{name: value for name, value in vars(total).items() if not isinstance(value, Counter)},
         "acceptance": total.acceptance,
         "acceptance_by_position": total.acceptance_by_position(),
-        "verify_passes": total.verify_passes,
-        "plain_passes": total.plain_passes,
-        "committed": total.accepted + passes,
-        "kv_bytes_read": total.kv_bytes_read,
-        "offloads": total.offloads,
-        "stages": total.stages,
-        "staged_tokens": total.staged_tokens,
-        "copied_ahead": total.copied_ahead,
-        "waits": total.waits,
-        "late": total.late,
-        "host_reads": total.host_reads,
-        "returns": total.returns,
-        "provisional": total.provisional,
-        "proposed": total.proposed,
-        "unpacked": total.unpacked,
-        "looked_up": total.looked_up,
-        "looked_up_accepted": total.looked_up_accepted,
-        "probed": total.probed,
-        "probed_agreed": total.probed_agreed,
+        "committed": total.accepted + total.verify_passes + total.plain_passes,
         "rounds_by_length": {
             str(length): n for length, n in sorted(metrics.rounds_by_length(total).items()) if n
         },

@@ -72,7 +72,8 @@ class PackedPool:
     def free(self, slots: Tensor) -> None:
         """Give back all slots of an ``alloc``, once."""
         tokens = self.codec.tokens
-        self._free = torch.cat([self._free, slots[::tokens] // tokens])
+        # Used again first: memory that nobody has written to takes no room on a CPU.
+        self._free = torch.cat([slots[::tokens] // tokens, self._free])
 
     def _slots(self, blocks: Tensor) -> Tensor:
         places = torch.arange(self.codec.tokens, dtype=torch.int32, device=blocks.device)

@@ -81,7 +81,7 @@ class ViewStore:
         self._kept: dict[int, tuple[int, ...]] = {}
 
     def _file(self, views: Tensor, full: Tensor) -> None:
-        """Lay out all lists in one flat tensor."""
+        """Lay out all lists in one flat tensor; nothing changes if there is no memory for it."""
         self._flat = torch.cat([views.flatten().to(full.device), full.flatten()])
         self.indices = self._flat[: views.numel()].view_as(views)
         self.host = self._flat[views.numel() :].view_as(full)
@@ -103,15 +103,15 @@ class ViewStore:
         if self.indices.shape[2] == heads:
             return
         assert self.indices.shape[2] == 1, self.indices.shape
-        self.length = self.length.repeat(1, 1, heads)
         self._file(self.indices.repeat(1, 1, heads, 1), self.host)
+        self.length = self.length.repeat(1, 1, heads)
 
     def _grow(self, capacity: int) -> None:
         """Make room for lists of ``capacity`` tokens; what was filed stays."""
         wider = self.indices.new_zeros((*self.indices.shape[:3], capacity))
         wider[..., : self.capacity] = self.indices
-        self.capacity = capacity
         self._file(wider, self.host)
+        self.capacity = capacity
 
     def _share(self, row: int, slots: Tensor) -> None:
         """File one list for all layers and heads: it may take the row's whole block."""

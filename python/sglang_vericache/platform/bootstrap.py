@@ -48,7 +48,7 @@ class _PlainCpuFinder:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if name not in ("sglang", "sgl_kernel") or not _needed():
+        if name not in ("sglang", "sgl_kernel") or not needed():
             return None
         if name == "sglang":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -63,7 +63,8 @@ class _PlainCpuFinder:
         )
 
 
-def _needed() -> bool:
+def needed() -> bool:
+    """Whether this process runs SGLang on a CPU."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not has_nvidia_driver()
 
 

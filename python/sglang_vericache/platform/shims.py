@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_vericache.platform.bootstrap import has_nvidia_driver
+from sglang_vericache.platform.bootstrap import needed
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,6 @@ SHIMS = (
         _disable_dynamo,
     ),
 )
-
-
-def needed() -> bool:
-    """Whether this process runs SGLang on a CPU."""
-    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not has_nvidia_driver()
 
 
 def apply_all() -> None:

@@ -21,6 +21,8 @@ import torch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
+from sglang_vericache.sampling.requests import stop_tokens
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -93,7 +95,7 @@ def _apply_to_request(logits: torch.Tensor, req: Req, drafts: list[int], first_d
     params = req.sampling_params
     depths = range(first_depth, first_depth + logits.shape[0])
     committed = counts_of(req)
-    suppressed = _stop_tokens(req) if len(req.output_ids) < params.min_new_tokens else []
+    suppressed = sorted(stop_tokens(req)) if len(req.output_ids) < params.min_new_tokens else []
     tokens = list(dict.fromkeys((*committed, *drafts, *suppressed)))
     column = {token: at for at, token in enumerate(tokens)}
     counts = np.zeros((len(depths), len(tokens)), dtype=np.int64)
@@ -131,16 +133,6 @@ def _scale(values: torch.Tensor, scaling: torch.Tensor) -> None:
         apply_scaling_penalties(values, scaling)
     else:
         values[:] = torch.where(values < 0, values * scaling, values / scaling)
-
-
-def _stop_tokens(req: Req) -> list[int]:
-    """Tokens that ``min_new_tokens`` suppresses: those of the stock penalizer."""
-    tokenizer = req.tokenizer
-    tokens = set(req.sampling_params.stop_token_ids or ())
-    tokens |= req.eos_token_ids or set()
-    tokens |= tokenizer.additional_stop_token_ids or set()
-    tokens.add(tokenizer.eos_token_id)
-    return sorted(token for token in tokens if token is not None)
 
 
 def _restore(penalizer: object, row: int, req: Req) -> None:

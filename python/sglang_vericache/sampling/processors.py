@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from sglang_vericache.sampling.requests import stop_tokens
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -102,13 +104,7 @@ def _ends(req: Req, token: int) -> bool:
     params = req.sampling_params
     if len(req.output_ids) >= params.max_new_tokens:
         return True
-    if params.ignore_eos:
-        return False
-    tokenizer = req.tokenizer
-    ids = set(params.stop_token_ids or ()) | set(req.eos_token_ids or ())
-    if tokenizer is not None:
-        ids |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
-    return token in ids
+    return not params.ignore_eos and token in stop_tokens(req)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,14 @@ def seed_of(req: Req) -> int:
     return int.from_bytes(digest[:8], "little") >> (64 - _SEED_BITS)
 
 
+def stop_tokens(req: Req) -> set[int]:
+    """Token ids that end a request: its own, and those of its model and tokenizer."""
+    tokens = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    if req.tokenizer is not None:
+        tokens |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+    return tokens - {None}
+
+
 def adjust_from_schedule_batch(
     info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int
 ) -> None:

@@ -136,8 +136,9 @@ def settle(
     apply_penalties(logits, layout, reqs)
     limits = mask_rows(logits, layout, reqs)
     if info.logit_bias is not None:
-        for (start, stop), bias in zip(layout.spans, info.logit_bias, strict=True):
-            logits[start:stop].add_(bias)
+        for req, (start, stop), bias in zip(reqs, layout.spans, info.logit_bias, strict=True):
+            if req.sampling_params.logit_bias:  # the bias of others is zero
+                logits[start:stop].add_(bias)
     stepwise = processed_requests(layout, info)
     token_ids = _sample_at_once(logits, layout, params, sampler, stepwise, batch)
     counts = {}

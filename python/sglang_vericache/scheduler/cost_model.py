@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import mul
 
 # Proportions between the coefficients before anything was measured, in the order of the formula;
 # their common scale follows the measured times. Roughly a 135M-parameter model on two CPU cores,
@@ -83,20 +84,21 @@ class CostModel:
         self._gram = [[0.0] * size for _ in range(size)]
         self._moment = [0.0] * size
         self._log_scale: float | None = None
+        # The factors as seconds: several times a request in every iteration somebody asks.
+        self._costs: tuple[float, ...] = PRIOR
 
     def coefficients(self) -> tuple[float, ...]:
         """Seconds per unit, in the order of the module's formula."""
-        return tuple(f * p for f, p in zip(self._factors, PRIOR, strict=True))
+        return self._costs
 
     @property
     def fixed(self) -> float:
         """Seconds of an iteration whatever it does: launch, Python, reading the weights."""
-        return self._factors[0] * PRIOR[0]
+        return self._costs[0]
 
     def marginal(self, work: Work) -> float:
         """Predicted seconds that ``work`` adds to an iteration."""
-        costs = self.coefficients()[1:]
-        return sum(count * cost for count, cost in zip(work.counts(), costs, strict=True))
+        return sum(map(mul, work.counts(), self._costs[1:]))
 
     def seconds(self, work: Work) -> float:
         """Predicted seconds of an iteration that does ``work``."""
@@ -119,6 +121,7 @@ class CostModel:
         if self._log_scale is None:
             self._log_scale = log_ratio
             self._factors = [math.exp(log_ratio)] * len(PRIOR)
+            self._convert()
         step = max(-1.0, min(1.0, log_ratio - self._log_scale))
         self._log_scale += SCALE_RATE * step
 
@@ -137,3 +140,7 @@ class CostModel:
                 target = self._moment[i] - others + gram[i] * factors[i] + PRIOR_WEIGHT / scale
                 best = target / (gram[i] + PRIOR_WEIGHT / scale**2)
                 factors[i] = max(best, FLOOR * scale)
+        self._convert()
+
+    def _convert(self) -> None:
+        self._costs = tuple(map(mul, self._factors, PRIOR))

@@ -141,7 +141,24 @@ def refuse_unsupported(server_args: Any) -> None:
         "--tokenizer-worker-num above 1": (server_args.tokenizer_worker_num or 1) > 1,
         "SGLANG_RUST_SERVER": envs.SGLANG_RUST_SERVER.get(),
         "--smg-grpc-mode": server_args.smg_grpc_mode or server_args.grpc_mode,
-        "--enable-dp-attention": server_args.enable_dp_attention,
+        "--enable-dp-attention, --attn-dp-size above 1": server_args.enable_dp_attention
+        or server_args.attn_dp_size > 1,
+        "--is-embedding": server_args.is_embedding,
+        "--attn-cp-size above 1": server_args.attn_cp_size > 1,
+        "--dcp-size above 1": (server_args.dcp_size or 1) > 1,
+        "--enable-two-batch-overlap": server_args.enable_two_batch_overlap,
+        "--enable-pdmux": server_args.enable_pdmux,
+        "--enable-hisparse": server_args.enable_hisparse,
+        # A drafting pass has other rows each time. (On a CPU torch.compile makes such graphs too.)
+        "--enable-torch-compile": server_args.enable_torch_compile,
+        "--cuda-graph-config": server_args.cuda_graph_config is not None,
+        **{
+            f"--cuda-graph-backend-{phase}": backend not in (None, "disabled")
+            for phase, backend in (
+                ("decode", server_args.cuda_graph_backend_decode),
+                ("prefill", server_args.cuda_graph_backend_prefill),
+            )
+        },
         # Every rank would plan by its own clock.
         "--tp-size above 1 with --vericache-draft-len auto": config.enabled
         and config.draft_len is None

@@ -93,15 +93,12 @@ class PackedViews:
         return state.serial in self._held
 
     def has_room(self, state: RequestState) -> bool:
-        """Whether a request that holds no copy would find room for one now."""
-        dropper, committed = state.dropper, state.committed
-        assert dropper.codec is not None and not self.holds(state)
-        if not self._is_affordable(dropper.codec):
+        """Whether there is room now for the copy that a request, ``barred``, found none for."""
+        codec = state.dropper.codec
+        assert codec is not None and not self.holds(state)
+        if not self._is_affordable(codec):
             return False
-        _, heads, _ = self._kv.get_key_buffer(self._kv.start_layer).shape
-        pool = self.pool(dropper.codec)
-        wanted = min(dropper.longest(committed, heads, state.settings.budget), pool.tokens)
-        return pool.available() + self._lent_of(dropper.codec) >= wanted
+        return self.pool(codec).available() + self._lent_of(codec) >= state.barred
 
     def file(self, state: RequestState, view: DraftView, slots: Tensor) -> bool:
         """Pack what a view lists and file the copy.
@@ -113,6 +110,9 @@ class PackedViews:
 
         Returns:
             False if the pool has no room or there is no memory for it: nothing has changed then.
+
+        Raises:
+            torch.OutOfMemoryError: there is none to fill it; nothing has changed either.
         """
         codec = state.dropper.codec
         assert codec is not None and not self.holds(state)
@@ -125,12 +125,16 @@ class PackedViews:
         packed = pool.alloc(wanted)
         if packed is None:
             return False
-        for layer, positions in enumerate(view.layers):
-            lists = slots[positions.long()].long()
-            buffers = self._kv.get_kv_buffer(self._kv.start_layer + layer)
-            keys, values = (gather_listed(buffer, lists) for buffer in buffers)
-            pool.write(layer, keys, values, packed[: lists.shape[1]])
-        self._store.put_elsewhere(state.row, view, packed, self._numbers[codec])
+        try:
+            for layer, positions in enumerate(view.layers):
+                lists = slots[positions.long()].long()
+                buffers = self._kv.get_kv_buffer(self._kv.start_layer + layer)
+                keys, values = (gather_listed(buffer, lists) for buffer in buffers)
+                pool.write(layer, keys, values, packed[: lists.shape[1]])
+            self._store.put_elsewhere(state.row, view, packed, self._numbers[codec])
+        except torch.OutOfMemoryError:
+            pool.free(packed)
+            raise
         self._held[state.serial] = Held(state, codec, packed, state.row)
         return True
 

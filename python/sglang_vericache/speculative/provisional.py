@@ -134,6 +134,7 @@ class Provisional:
 
     def step(self, waiting: Sequence[Req]) -> None:
         """Take what arrived, end jobs whose full KV is there, and run one pass for the others."""
+        arrived = self._store.arrived()
         if not self._asked:
             return
         loading = {
@@ -141,7 +142,7 @@ class Provisional:
         }
         for req in self._asked - loading:
             self.stop(req)
-        for req, copy in self._store.arrived():
+        for req, copy in arrived:
             if req in self._asked:
                 self._start(req, copy)
         self._run([job for job in self._jobs.values() if not job.is_done])
@@ -235,20 +236,19 @@ class Provisional:
             tail_end=lengths,
             views=self._views([job for job, _ in parts]),
             table=table.to(torch.int32),
+            longest=max(end for _, end in spans),
         )
         where = tensor(positions, torch.int64)
-        seq_lens = tensor(
-            [job.start + end for (job, _), (_, end) in zip(parts, spans, strict=True)]
-        )
+        seq_lens = [job.start + end for (job, _), (_, end) in zip(parts, spans, strict=True)]
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(parts),
             input_ids=tensor(ids, torch.int64),
-            req_pool_indices=torch.zeros_like(seq_lens),
-            seq_lens=seq_lens,
+            req_pool_indices=tensor([0] * len(parts)),
+            seq_lens=tensor(seq_lens),
             out_cache_loc=torch.cat(written),
-            seq_lens_sum=int(seq_lens.sum()),
-            seq_lens_cpu=seq_lens.cpu(),
+            seq_lens_sum=sum(seq_lens),
+            seq_lens_cpu=torch.tensor(seq_lens),
             positions=where,
             spec_info=RaggedInput(1, where, rows),
             capture_hidden_mode=CaptureHiddenMode.NULL,

@@ -101,6 +101,7 @@ class RaggedPass:
             if any(drafting) or hosts is not None
             else None,
             captured=torch.tensor(captured).to(device) if captured else None,
+            longest=max(end - start for start, end in zip(tail_start, tail_end, strict=True)),
         )
         return cls(states, actions, captures, layout, torch.tensor(tokens).to(device), rows)
 

@@ -38,7 +38,7 @@ class RequestState:
         chosen_at: committed tokens when the view was chosen.
         view_kept: tokens the filed view lists, averaged over layers.
         view_share: bytes of a listed token as a share of one in the KV pool; below 1 if packed.
-        barred: found no room for a packed copy; decodes plainly until there is some.
+        barred: slots of a packed copy that it found no room for; it decodes plainly until there is.
         has_view: whether a view was chosen, filed or found to be everything.
         rounds, view_drafted, view_accepted: verify passes since the view was chosen, their drafts,
             and how many of those were accepted.
@@ -67,7 +67,7 @@ class RequestState:
     chosen_at: int = 0
     view_kept: float = 0.0
     view_share: float = 1.0
-    barred: bool = False
+    barred: int = 0
     has_view: bool = False
     rounds: int = 0
     view_drafted: int = 0

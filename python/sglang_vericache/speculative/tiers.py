@@ -134,7 +134,7 @@ class Tiers:
 
     def _may_leave(self, state: RequestState) -> bool:
         """Whether a request can leave its full KV to the host, and room is won by it."""
-        config, gated = self._config, state.barred or (state.has_view and not state.view_length)
+        config, gated = self._config, state.barred > 0 or (state.has_view and not state.view_length)
         gated |= config.draft_len is None and state.committed < config.min_context
         return not gated and self._can_leave(state) and _gives_room(state.dropper)
 

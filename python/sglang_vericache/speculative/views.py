@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sgl_kernel_ext import key_scores
 from sglang_vericache.compressors import LayerContext, Rotary, before, compress, create
 from sglang_vericache.config import VeriCacheConfig
@@ -65,9 +67,9 @@ class ViewChooser:
     def choose(self, state: RequestState) -> DraftView | None:
         """Choose and file the view of a request from its committed KV.
 
-        Without the queries that its method needs the view is everything, until the first verify
-        pass brings some; without room for a packed copy too, and the request is ``barred``. So it
-        is where the method fails, and the request drafts no more.
+        The view is everything where the queries that the method needs are missing, until the first
+        verify pass brings some; where a packed copy finds no room, and the request is ``barred``;
+        and where the method fails or finds no memory, and the request drafts no more.
 
         Returns:
             What was filed; None if drafts read the full KV.
@@ -80,23 +82,35 @@ class ViewChooser:
             return None
         slots = self.req_to_token[state.row, :length]
         state.has_view, state.chosen_at = True, length
+        # A method, or the memory it takes, costs its request the drafts, not everybody the server.
         try:
             view = compress(state.dropper, self._layers(state, slots), state.settings.budget)
-        except Exception:  # of a method: it costs its request the drafts, not everybody the server
-            logger.exception("%s: no view, %s decodes plainly", state.compressor, state.req.rid)
-            state.limit = 0
+        except Exception:
+            self._give_up(state)
             return None
+        try:
+            return self._file(state, view, slots)
+        except torch.OutOfMemoryError:
+            self._give_up(state)
+            return None
+
+    def _give_up(self, state: RequestState) -> None:
+        logger.exception("%s: no view, %s decodes plainly", state.compressor, state.req.rid)
+        state.limit = 0
+
+    def _file(self, state: RequestState, view: DraftView, slots: Tensor) -> DraftView | None:
+        """See ``choose``."""
         state.rounds = state.view_drafted = state.view_accepted = 0
         if state.dropper.per_head:
             self.store.widen(self.num_kv_heads)
         if codec := state.dropper.codec:
             # What is not packed has to stay on the device.
             if state.dropper.residual and not self._offloads:
-                view = before(view, max(0, length - state.dropper.residual))
+                view = before(view, max(0, len(slots) - state.dropper.residual))
                 if view.length == 0:
-                    state.barred = False
+                    state.barred = 0
                     return None
-            state.barred = not self.packed.file(state, view, slots)
+            state.barred = 0 if self.packed.file(state, view, slots) else max(view.kept)
             if state.barred:
                 return None
             state.view_share = self.packed.pool(codec).token_bytes / self.bytes_per_key

@@ -211,14 +211,14 @@ class VeriCacheWorker(BaseSpecWorker):
         packed.retain(states)
         for state in states:
             if state.barred and packed.has_room(state):
-                state.barred = state.has_view = False
+                state.barred, state.has_view = 0, False
 
     def _choose_view(self, state: RequestState) -> None:
         if self.tiers is None:
             self.chooser.choose(state)
         else:
             self.tiers.choose_view(state)
-        self.counters.unpacked += state.barred
+        self.counters.unpacked += state.barred > 0
 
     def _wants_queries(self, state: RequestState) -> bool:
         wanted = state.dropper.query_rows > 0
