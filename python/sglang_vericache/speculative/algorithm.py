@@ -151,7 +151,8 @@ def refuse_unsupported(server_args: Any) -> None:
         "--enable-hisparse": server_args.enable_hisparse,
         # A drafting pass has other rows each time. (On a CPU torch.compile makes such graphs too.)
         "--enable-torch-compile": server_args.enable_torch_compile,
-        "--cuda-graph-config": server_args.cuda_graph_config is not None,
+        # As given; SGLang puts an object of its own in its place.
+        "--cuda-graph-config": isinstance(server_args.cuda_graph_config, (str, dict)),
         **{
             f"--cuda-graph-backend-{phase}": backend not in (None, "disabled")
             for phase, backend in (
