@@ -1,5 +1,5 @@
-"""The proof on one screen: one server decodes long prompts from full KV, and with each compressor
-from compressed KV alone and with VeriCache.
+"""The proof on one screen (case Z7): one server decodes long prompts from full KV, and with each
+compressor from compressed KV alone and with VeriCache.
 
 full       plain decoding from the full KV cache (``enabled: false``)
 alone      decoding from the compressed KV cache, unverified (``unverified: true``)

@@ -1,4 +1,4 @@
-"""Soak: one server with a tier under mixed load, every answer compared bit for bit.
+"""Soak: one server with a tier under mixed load, every answer compared bit for bit (case H2).
 
 Chats, long documents that share prefixes, short prompts, greedy and sampled, under cache salts,
 with every compressor and draft length by request, some without drafts; clients that leave, and

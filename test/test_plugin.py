@@ -1,5 +1,6 @@
 """The hooks into SGLang: checked against the installed one (case X5), never off unnoticed (X3)."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,21 @@ from sglang_vericache import hooks, plugin
 from sglang_vericache.embedded_model import ensure_embedded_model
 
 TARGET = "sglang.srt.server_args.ServerArgs.from_cli_args"
+ADMISSION = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
 # What SGLang would look like after a release that changed a hooked function.
 CHANGED = """
 from sglang.srt.server_args import ServerArgs
 ServerArgs.from_cli_args = classmethod(lambda cls, namespace, extra=None: cls(model_path="x"))
+"""
+# SGLang logs that a hook could not be applied, and goes on without it.
+NOT_APPLIED = f"""
+from sglang.srt.plugins.hook_registry import HookRegistry
+apply = HookRegistry._apply_target
+def fail_once(target, hooks):
+    if target == {ADMISSION!r}:
+        raise RuntimeError("some reason")
+    apply(target, hooks)
+HookRegistry._apply_target = fail_once
 """
 START = """
 import runpy, sys
@@ -47,6 +59,44 @@ def test_a_broken_hook_ends_the_start_with_the_reason():
     assert done.returncode == 1, done.stderr
     assert "this SGLang is not supported" in done.stderr
     assert TARGET in done.stderr
+
+
+@pytest.mark.slow
+def test_a_hook_that_was_not_applied_ends_the_start_with_the_reason():
+    """In the process that takes requests; the scheduler checks the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_APPLIED + START], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stderr
+    assert "some reason" in done.stderr, "precondition: SGLang has logged it"
+    assert f"hooks were not applied: {ADMISSION}" in done.stderr
+
+
+def test_the_scheduler_makes_no_worker_without_its_hooks(monkeypatch):
+    from sglang_vericache.speculative import algorithm
+
+    made = {}
+    register = lambda name, **_: lambda factory: made.setdefault(name, factory)  # noqa: E731
+    monkeypatch.setattr(algorithm.SpeculativeAlgorithm, "register", register)
+    algorithm.register_algorithm(check=hooks.assert_applied)
+    monkeypatch.setattr(hooks, "_registered", [])
+    assert made["VERICACHE"](None).__name__ == "VeriCacheWorker"
+    monkeypatch.setattr(hooks, "_registered", ["sglang.no.such.function"])
+    with pytest.raises(RuntimeError, match=r"not applied: sglang\.no\.such\.function"):
+        made["VERICACHE"](None)
+
+
+@pytest.mark.slow
+def test_a_plugin_that_is_left_out_ends_the_start_with_the_reason():
+    done = subprocess.run(
+        [sys.executable, "-c", START],
+        env={**os.environ, "SGLANG_PLUGINS": "another"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "SGLANG_PLUGINS" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """The table of every place where SGLang is changed without a door of its own.
 
 SGLang's plugin loader logs and swallows the errors of a plugin, so this module checks instead:
-``verify`` compares each target's parameters with the ones the hook was written for, and
-``assert_applied`` is called in the scheduler when the model is loaded.
+``problems`` compares each target's parameters with the ones the hook was written for, and
+``assert_applied`` is called where a server is configured, and in the scheduler before it drafts.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ def register(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
         _registered.append(hook.target)
+
+
+def registered() -> bool:
+    """Whether this process has registered any hook, that is, loaded the plugin."""
+    return bool(_registered)
 
 
 def assert_applied() -> None:

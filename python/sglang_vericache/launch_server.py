@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+from sglang_vericache import hooks
 from sglang_vericache.platform import prepare
 
 
@@ -49,6 +50,10 @@ def main(argv: list[str] | None = None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if not hooks.registered():
+        sys.exit(
+            "error: SGLang did not load the plugin vericache; does SGLANG_PLUGINS leave it out?"
+        )
     try:
         server_args = prepare_server_args(server_argv(sys.argv[1:] if argv is None else argv))
     except ValueError as error:

@@ -105,11 +105,13 @@ def configure(server_args: Any, config: Any) -> None:
 
     Raises:
         ValueError: the record asks for something VeriCache does not support; names the flag.
+        RuntimeError: SGLang has not applied all hooks in this process; names them.
     """
     from sglang_vericache import calibrations, defaults
 
     if config is None or config_of(server_args) is not None:
         return
+    hooks.assert_applied()
     config = config.calibrated(calibrations.of_server(server_args, config.calibration))
     try:
         create(config.compressor, config.compressor_settings)

@@ -1,4 +1,4 @@
-"""Packed pools: pack_kv, and attention over what it packed."""
+"""Packed pools: pack_kv, and attention over what it packed (case Z5)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`sgl.Engine` with the plugin installed: with VeriCache, and stock."""
+"""`sgl.Engine` with the plugin installed: with VeriCache (case X3), and stock."""
 
 import json
 import subprocess

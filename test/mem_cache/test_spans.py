@@ -3,14 +3,16 @@
 import itertools
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sgl_kernel_ext import CODECS
 from sgl_kernel_ext.reference.packed import pack
+from sglang_vericache.config import VeriCacheConfig
 from sglang_vericache.core import DraftView
-from sglang_vericache.mem_cache.span_store import MAX_PENDING, SpanStore
+from sglang_vericache.mem_cache.span_store import MAX_PENDING, SpanStore, namespace_of
 from sglang_vericache.mem_cache.spans import cut, join, span_tokens
 
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 8, 16
@@ -153,8 +155,8 @@ def wait_for(condition):
 PAGE = 64
 
 
-def published(memory, tokens, cache_bytes=0, **options):
-    store = SpanStore(lambda: memory, PAGE, "model", cache_bytes)
+def published(memory, tokens, cache_bytes=0, namespace="model", **options):
+    store = SpanStore(lambda: memory, PAGE, namespace, cache_bytes)
     names = store.names(tokens, options.get("extra_key"), options.get("salt"))
     _, view, _, keys, values = copied(1, SLOTS)
     view = DraftView(view.layers, len(tokens))
@@ -173,6 +175,34 @@ def test_names_are_those_of_prefixes():
     assert not set(names) & set(store.names(tokens, "adapter", None))
     assert not set(names) & set(SpanStore(lambda: None, PAGE, "other").names(tokens, None, None))
     assert store.names(tokens[:100], None, None) == []
+
+
+CONFIG = VeriCacheConfig(compressor="snapkv", ratio=0.25)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compressor": "streaming"},
+        {"compressor": "snapkv+int4"},
+        {"ratio": 0.2},
+        {"settings": {"window": 8}},
+        {"settings": {"min_tokens": 16}},
+    ],
+    ids=lambda other: str(next(iter(other.values()))),
+)
+def test_copies_of_another_method_or_settings_are_not_found(other):
+    """H10: whoever compresses otherwise finds none of them; a server of the same kind finds all."""
+    memory, tokens = Memory(), list(range(700))
+    published(memory, tokens, namespace=namespace_of(CONFIG))
+    wait_for(lambda: len(memory) == 5)
+    found = []
+    for config in (CONFIG, replace(CONFIG, **other)):
+        reader = SpanStore(lambda: memory, PAGE, namespace_of(config))
+        reader.request("a", "A", reader.names(tokens, None, None))
+        reader.wait_until_read("A")
+        found.append([copy.length for _, copy in reader.arrived()])
+    assert found == [[640], []]
 
 
 def test_a_prefix_is_found_by_another_request():
@@ -272,6 +302,7 @@ def test_what_was_read_from_the_store_is_kept():
 
 
 def test_a_store_that_raises_ends_nothing(caplog):
+    """H8 for compressed copies."""
     memory = Memory()
     memory.broken = True
     store, names = published(memory, list(range(700)))

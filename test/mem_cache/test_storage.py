@@ -1,4 +1,7 @@
-"""Pages and other bytes in a directory of files that somebody damages (SGLang's real backend)."""
+"""Pages and other bytes in a directory of files that somebody damages (SGLang's real backend).
+
+Case H8 for a store that returns part, something else or nothing, and H14 for what it returns whole.
+"""
 
 import errno
 from pathlib import Path
@@ -64,6 +67,7 @@ def read_all(path):
 
 
 def test_pages_come_back(filled, tmp_path):
+    """H14: every bit of them."""
     arrived, pool, usage = read_all(tmp_path)
     assert arrived == [True] * 6
     assert torch.equal(pool.get_data_page(0), filled.get_data_page(0))

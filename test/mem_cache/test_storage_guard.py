@@ -1,4 +1,4 @@
-"""A store that raises, hangs or is slow: calls end in time, and are not made when futile."""
+"""A store that raises, hangs or is slow: calls end in time, not made when futile (case H8)."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Who may read whose KV."""
+"""Who may read whose KV (cases H10 and, for salts, H11)."""
 
 import json
 import shutil

@@ -1,6 +1,6 @@
 """The real tree, pools and copies of HiCache under requests that come, offload, stage and go.
 
-Case K9, and H14 for full and compressed KV; see ``tiering.py``.
+Cases K9 and H4, and H14 for full and compressed KV; see ``tiering.py``.
 """
 
 import time
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mem_cache.tiering import SLOTS, EvictParams, Model
+from mem_cache.tiering import LONGEST, SLOTS, EvictParams, Model
 
 EVENTS = [
     *("start", "start", "decode", "offload", "stage", "release", "finish", "abort", "evict"),
@@ -18,7 +18,11 @@ EVENTS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "host_ratio"), [(1, 4.0), (4, 4.0), (1, 1.1)])
+# The least host pool holds little more than one request of the longest.
+LITTLE = 1.1 * LONGEST / SLOTS
+
+
+@pytest.mark.parametrize(("page", "host_ratio"), [(1, 4.0), (4, 4.0), (1, 1.1), (1, LITTLE)])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_order_of_events(page, host_ratio, data):

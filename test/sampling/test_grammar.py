@@ -1,4 +1,4 @@
-"""Grammars along drafted chains: xgrammar, llguidance, outlines, alone and behind reasoning."""
+"""Grammars along drafted chains (cases G1, G3): three backends, alone and behind reasoning."""
 
 import json
 import re
@@ -166,7 +166,7 @@ def logits_for(tokens):
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("reasoning", [False, True])
 def test_run_ends_with_the_grammar(backend, reasoning, compiled, tokenizer, sampler):
-    """The model and the drafts agree far behind the closing brace; the run stops at the end."""
+    """G3: model and drafts agree far behind the closing brace; the run stops at the end."""
     tokens = [*THINK_END * reasoning, *chain(tokenizer, backend)]
     end = tokens.index(tokenizer.eos_token_id) + 1
     grammar = compiled(backend, "json", reasoning)

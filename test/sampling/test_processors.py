@@ -1,4 +1,4 @@
-"""Custom logit processors: once per committed position, with the state of plain decoding."""
+"""Custom logit processors: once per committed position, as in plain decoding (case P6)."""
 
 import pytest
 import torch

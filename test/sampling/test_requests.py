@@ -1,3 +1,5 @@
+"""What is refused (case P3), and seeds of requests that bring none (case P9)."""
+
 from types import SimpleNamespace
 
 import pytest

@@ -1,3 +1,5 @@
+"""Every row is sampled as stock samples it alone (cases P7, P9, P10)."""
+
 import random
 
 import pytest

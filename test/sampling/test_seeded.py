@@ -1,3 +1,5 @@
+"""Noise of a seed, a position and a token: the draw of stock, token by token (cases P9, P10)."""
+
 import math
 
 import numpy as np

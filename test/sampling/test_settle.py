@@ -1,3 +1,5 @@
+"""Settling a run of drafts, row by row, against plain decoding (cases L2, P1, P2, P4, P5)."""
+
 import random
 from collections import Counter
 
@@ -127,7 +129,7 @@ def test_a_draft_pass_that_checks_tokens_drafts_what_one_by_one_would(plain, sam
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_scripted_accept_lengths(plain, sampler, k):
-    """Drafts that agree for 0..k tokens: lengths, counts and logprobs after every one."""
+    """P4: drafts that agree for 0..k tokens: lengths, counts and logprobs after every one."""
     truth = {}
     reqs = make_reqs()
     for req, known in zip(reqs, plain[0], strict=True):

@@ -1,4 +1,4 @@
-"""X0 and X1: drafting, however poorly, changes no token and no bit of a logprob."""
+"""X0 and X1 (case E1): drafting, however poorly, changes no token and no bit of a logprob."""
 
 import os
 from dataclasses import dataclass

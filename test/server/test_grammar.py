@@ -60,20 +60,19 @@ def test_drafts_prefer_another_key(server, without_drafts):
         assert answer.finish["type"] == "stop"
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
-def test_grammars_beside_plain_requests(concurrency, server, without_drafts):
-    """G2: sequential and concurrent, with plain and sampled requests between them."""
+@pytest.mark.parametrize(
+    ("count", "at_once"), [(16, False), pytest.param(50, False, marks=pytest.mark.long), (24, True)]
+)
+def test_grammars_beside_plain_requests(count, at_once, server, without_drafts):
+    """G2: one after the other and all at once, with plain and sampled requests between them."""
     asks = []
-    for i, vericache in enumerate(alternate(16 if concurrency == 1 else 24, draft_len=8)):
+    for i, vericache in enumerate(alternate(count, draft_len=8)):
         grammar = {} if i % 4 == 3 else GRAMMARS[i % 5]
         sampling = {"ignore_eos": False, **grammar}
         if i % 3 == 2:
             sampling |= {"temperature": 0.8, "sampling_seed": i}
         asks.append(Ask(PROMPT, 80 if grammar else 16, vericache, sampling))
-    if concurrency == 1:
-        found = [server.answer(ask) for ask in asks]
-    else:
-        found = server.concurrently(asks)
+    found = server.concurrently(asks) if at_once else [server.answer(ask) for ask in asks]
     assert_same(found, without_drafts.answers(asks), asks)
     for i, answer in enumerate(found):
         if i % 4 != 3:

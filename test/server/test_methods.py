@@ -1,4 +1,4 @@
-"""X0 and X1 with every method, at the lengths where its view begins to be smaller than the context.
+"""X0 and X1 with every method, where its view begins to be smaller than the context (case Z3).
 
 Bytes, and that a larger budget keeps no less, are tested in ``test/compressors``.
 """

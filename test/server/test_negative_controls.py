@@ -1,4 +1,4 @@
-"""What must make the comparison fail does (case E5), and drafts spoilt on purpose (case K5).
+"""What must make the comparison fail does (case E5), and drafts spoilt on purpose (K5, Z1).
 
 The server carries the plugin of ``saboteur/``, which acts on requests with certain ids.
 """
@@ -52,7 +52,7 @@ def test_one_other_token_is_noticed(server, off, make_corpus):
 
 @pytest.mark.parametrize("compressor", ["identity", "snapkv"])
 def test_every_partial_accept_leaves_a_clean_cache(compressor, server, off, make_corpus):
-    """K5: drafts are spoilt at every position in turn.
+    """K5 and Z1: drafts are spoilt at every position in turn.
 
     With exact drafts the accepted count is then known: a row of a rejected draft seen by a later
     round would spoil a draft earlier than the script does.
@@ -78,6 +78,8 @@ def test_every_partial_accept_leaves_a_clean_cache(compressor, server, off, make
             assert step["committed"] == step["sequence"] - 1
             assert step["tail_end"] == step["committed"] + step["drafts"] + 1
             verifies = step["accepted"] >= 0
+            # A row stands where its token does in the text, however little its view lists.
+            assert step["position"] == step["committed"] + (0 if verifies else step["drafts"])
             assert step["tail_start"] == (0 if verifies else step["view_length"])
             if not verifies:
                 continue

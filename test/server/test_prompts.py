@@ -76,13 +76,16 @@ def test_every_draft_length_on_opaque_ids(server, off, tokenizer):
             tokens_of(tokenizer, f"{lines}\n\nThe same again:\n{lines}\n\nThe same again:\n")
         )
     asks = [
-        Ask(prompts[i % 50], 24, {"compressor": "snapkv", "draft_len": DRAFT_LENS[i % 11]})
-        for i in range(110)
+        Ask(prompt, 24, {"compressor": "snapkv", "draft_len": draft_len})
+        for draft_len in DRAFT_LENS
+        for prompt in prompts
     ]
     found = server.concurrently(asks)
     assert_identical(found, off["bfloat16"].answers(asks), [ask.vericache for ask in asks])
-    accepted, drafted = (sum(getattr(a, n) for a in found) for n in ("accepted", "drafted"))
-    assert 0 < accepted < drafted
+    for i in range(0, len(found), len(prompts)):
+        group = found[i : i + len(prompts)]
+        accepted, drafted = (sum(getattr(a, n) for a in group) for n in ("accepted", "drafted"))
+        assert 0 < accepted < drafted, asks[i].vericache
 
 
 @pytest.mark.parametrize("dtype", SERVERS)

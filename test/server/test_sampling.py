@@ -1,15 +1,18 @@
 """Seeds, filters and the distribution of samples (cases P7, P9, P10)."""
 
+import os
 from collections import Counter
 
 import pytest
 from scipy.stats import chi2_contingency
 
 from server.harness import Ask, Result
-from server.serving import SERVING, alternate, assert_same
+from server.serving import INCREMENTAL, SERVING, alternate, assert_same
 
 pytestmark = pytest.mark.server(SERVING)
-DRAWS = 300
+# Set to draw 5,000 samples of each kind, which takes minutes.
+FULL = "VERICACHE_TEST_FULL"
+DRAWS = 5000 if FULL in os.environ else 300
 TOKENS = 3
 # Of six comparisons of equal distributions one falls below this in a thousand runs of the test.
 SIGNIFICANCE = 0.001 / 6
@@ -58,29 +61,44 @@ def test_unseeded_samples_differ(server, make_corpus):
 
 
 def draw(server, prompt, temperature, vericache):
-    """How often each run of the first tokens came in ``DRAWS`` unseeded samples."""
-    sampling = {"temperature": temperature, "n": DRAWS}
-    body = Ask(prompt, TOKENS, vericache, sampling, {"return_logprob": False}).body()
-    response = server.post("/generate", body)
-    assert response.status_code == 200, response.text
-    found = [Result.of(answer) for answer in response.json()]
+    """``DRAWS`` unseeded samples, and how often each run of tokens came."""
+    found = []
+    while len(found) < DRAWS:
+        sampling = {"temperature": temperature, "n": min(DRAWS - len(found), 500)}
+        body = Ask(prompt, TOKENS, vericache, sampling, {"return_logprob": False}).body()
+        response = server.post("/generate", body)
+        assert response.status_code == 200, response.text
+        found += [Result.of(answer) for answer in response.json()]
     return found, Counter(answer.ids for answer in found)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_samples_are_distributed_as_plain_ones(temperature, server, tokenizer):
-    """P10: chi-square of runs of tokens; tokens 2 and 3 come from drafts."""
+@pytest.fixture
+def prompt(tokenizer):
+    """After it some runs of three tokens are common, and none nearly certain."""
     text = "Heads or tails?\nheads tails tails heads heads tails heads tails tails tails heads"
-    prompt = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-    _, expected = draw(server, prompt, temperature, {"enabled": False})
-    # Of its own each run that came often enough for chi-square, all others together.
-    common = [run for run, count in expected.most_common() if count >= 5]
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def pvalue(one, other):
+    """Of both counts coming from one distribution, by chi-square.
+
+    A run of tokens that came often enough in both together has a column of its own. (Often enough
+    in one of them would prefer those that came too often there.)
+    """
+    common = [run for run, count in (one + other).items() if count >= 10]
     assert len(common) >= 2, "nearly one outcome"
+    rows = []
+    for counter in (one, other):
+        kept = [counter[run] for run in common]
+        rows.append([*kept, counter.total() - sum(kept)])
+    columns = [column for column in zip(*rows, strict=True) if sum(column)]
+    return chi2_contingency(columns).pvalue
 
-    def table(counts):
-        kept = [counts[run] for run in common]
-        return [*kept, DRAWS - sum(kept)]
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_samples_are_distributed_as_plain_ones(temperature, server, prompt):
+    """P10: runs of tokens; tokens 2 and 3 come from drafts, exact, half good and garbage."""
+    _, expected = draw(server, prompt, temperature, {"enabled": False})
     for compressor in ("identity", "snapkv", "random-kv"):
         vericache = {"compressor": compressor, "draft_len": TOKENS - 1}
         found, counts = draw(server, prompt, temperature, vericache)
@@ -88,14 +106,20 @@ def test_samples_are_distributed_as_plain_ones(temperature, server, tokenizer):
         assert drafted > 0
         if compressor != "identity":
             assert sum(answer.accepted for answer in found) < drafted
-        columns = [c for c in zip(table(expected), table(counts), strict=True) if sum(c)]
-        assert chi2_contingency(list(zip(*columns, strict=True))).pvalue > SIGNIFICANCE, compressor
+        p = pvalue(expected, counts)
+        print(f"temperature {temperature}, {compressor}: {len(found)} draws, p = {p:.4f}")
+        assert p > SIGNIFICANCE, compressor
 
 
-def test_the_distribution_test_can_fail(server, tokenizer):
-    """The same test tells temperature 0.7 from 1.4 with as many draws."""
-    prompt = tuple(tokenizer.encode("Roll a die:\n3\n5\n1\n", add_special_tokens=False).ids)
-    tables = [draw(server, prompt, t, {"enabled": False})[1] for t in (0.7, 1.4)]
-    runs = [run for run, _ in tables[0].most_common(3)]
-    rows = [[*(t[run] for run in runs), DRAWS - sum(t[run] for run in runs)] for t in tables]
-    assert chi2_contingency(rows).pvalue < SIGNIFICANCE
+def test_the_distribution_test_can_fail(server, prompt):
+    """Negative control of P10: as many draws tell temperature 0.7 from 1."""
+    cool, warm = (draw(server, prompt, t, {"enabled": False})[1] for t in (0.7, 1.0))
+    assert pvalue(cool, warm) < SIGNIFICANCE
+
+
+@pytest.mark.server(INCREMENTAL)
+def test_unverified_samples_have_another_distribution(server, prompt):
+    """Negative control of P10: drafts from garbage, let through."""
+    _, expected = draw(server, prompt, 1.0, {"enabled": False})
+    _, lossy = draw(server, prompt, 1.0, {"compressor": "random-kv", "unverified": True})
+    assert pvalue(expected, lossy) < SIGNIFICANCE

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -42,8 +43,30 @@ def test_stops_beside_the_length_limit(draft_len, server, without_drafts, make_c
     assert all(word not in a.text for a in found[1::2])
 
 
+@pytest.mark.parametrize(("last", "passes"), [(1, 1), (9, 1), (17, 1), (18, 2)])
+def test_a_stop_string_that_ends_on_a_token_of_a_run(
+    last, passes, server, without_drafts, tokenizer
+):
+    """S2: the first, middle and last token of the first run of 17, and the first one behind it.
+
+    The number of verify passes shows which run it was: the first token is the prefill's.
+    """
+    line, word = ids_of(tokenizer, f"Shopping: {', '.join(FRUITS)}.\n"), FRUITS[5]
+    end = next(n for n in range(len(line)) if word in tokenizer.decode(list(line[:n])))
+    prompt = (line * 6 + line[:end])[: -1 - last]
+    exact = {"compressor": "identity", "draft_len": 16}
+    whole = server.ask(prompt, 1 + 17 + 17, vericache=exact)
+    assert whole.meta["vericache"]["verify_passes"] == 2 and whole.accepted == whole.drafted == 32
+    ask = Ask(prompt, 64, exact, {"stop": [word]})
+    found = server.answer(ask)
+    assert len(found.ids) == last + 1
+    assert found.meta["vericache"]["verify_passes"] == passes
+    assert found.text == whole.text[: whole.text.index(word)]
+    assert_identical([found], without_drafts.answers([ask]))
+
+
 def test_stop_strings_anywhere_in_a_run(server, without_drafts, tokenizer):
-    """S2: on the first, middle and last token of a run of exact drafts."""
+    """S2: many at once, whose runs begin anywhere."""
     line = f"Shopping: {', '.join(FRUITS)}.\n"
     prompt = ids_of(tokenizer, line * 5 + "Shopping:")
     exact = {"compressor": "identity", "draft_len": 16}
@@ -141,7 +164,7 @@ def test_eos_anywhere_in_a_block(server, without_drafts, sentence):
     assert_identical(turns[:1], turns[1:])
 
 
-@pytest.mark.parametrize("interval", [1, 3, 8])
+@pytest.mark.parametrize("interval", range(1, 9))
 def test_pieces_of_a_stream_add_up(interval, server, without_drafts, make_corpus):
     """S7: whatever a chunk holds; every chunk continues the one before."""
     asks = [
@@ -189,10 +212,10 @@ def chat_whole(server, body):
     return joined, answer["usage"]
 
 
-def assert_streams_add_up(server, body, part):
-    """Streamed, whole and plain answers agree, and ``part`` of them is not empty."""
+def assert_streams_add_up(server, body, *parts):
+    """Streamed, whole and plain answers agree, and these parts of them are not empty."""
     expected, usage = chat_whole(server, body | {"vericache": {"enabled": False}})
-    assert expected[part]
+    assert all(expected[name] for name in parts), expected
     before = server.counters()["drafted"]
     for vericache in ({"compressor": "identity"}, {"compressor": "snapkv"}):
         for ask in (chat_whole, chat_stream):
@@ -237,7 +260,7 @@ def test_pieces_of_thoughts_add_up(server):
         "max_tokens": 60,
         "temperature": 0,
     }
-    assert_streams_add_up(server, body, "content")
+    assert_streams_add_up(server, body, "reasoning_content", "content")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +292,7 @@ def test_one_logprob_a_token_over_all_chunks(incremental, server, make_corpus):
 
 
 def test_several_choices_of_one_prompt(server, make_corpus):
-    """S12: indices, counts; seeded choices equal plain ones."""
+    """S12: indices, counts, and one text under one seed."""
     prompts = [tuple(prompt) for prompt in make_corpus().prompts(2, 50)]
     sampling = {"temperature": 0.8, "n": 3}
     response = server.post("/generate", Ask(prompts[0], 20, {}, sampling).body())
@@ -277,6 +300,11 @@ def test_several_choices_of_one_prompt(server, make_corpus):
     assert len(three) == 3 and {len(a.ids) for a in three} == {20}
     assert len({a.ids for a in three}) == 3, "samples share their noise"
     assert sum(a.drafted for a in three) > sum(a.accepted for a in three)
+
+    seeded = Ask(prompts[0], 20, {}, sampling | {"sampling_seed": 3})
+    same = [Result.of(each) for each in server.post("/generate", seeded.body()).json()]
+    one = replace(plain(seeded), sampling=seeded.sampling | {"n": 1})
+    assert_identical(same, [server.answer(one)] * 3)
 
     body = Ask(prompts[0], 12, {}, sampling | {"n": 2}).body() | {"input_ids": prompts}
     body["sampling_params"] = [body["sampling_params"]] * 2
@@ -293,9 +321,12 @@ def test_several_choices_of_one_prompt(server, make_corpus):
 
 def test_abort_of_several_choices_leaks_nothing(server, make_corpus):
     """S12: the client leaves; the fixture then finds every slot free."""
-    body = Ask(tuple(make_corpus().prompt(50)), 2000, {}, {"temperature": 0.8, "n": 3}).body()
+    body = Ask(tuple(make_corpus().prompt(50)), 7000, {}, {"temperature": 0.8, "n": 3}).body()
+    before = server.counters()
     for _ in range(3):
         response = server.post("/generate", body | {"stream": True}, stream=True)
         next(response.iter_lines())
         response.close()
     server.check_idle()
+    committed = sum(server.counters()[n] - before[n] for n in ("accepted", "verify_passes"))
+    assert 0 < committed < 3 * 3 * 7000, "they ran to their end"

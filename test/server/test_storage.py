@@ -1,9 +1,10 @@
-"""X1 from a remote store, and from one that is damaged or gone: the same ids and logprobs.
+"""X1 from a remote store, and from one that is damaged, hangs or is gone (cases H8, H10, H11, H16).
 
 One server on a directory of files; the last test hands it to Mooncake over TCP while it runs.
 """
 
 import importlib
+import os
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 import zlib
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,16 @@ def test_the_prompt_comes_from_the_store(server, ask):
     assert after["seconds"]["read"] > before["seconds"].get("read", 0)
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_prompts_of_whole_pages(more, server, ask):
+    """H16: whole pages, one token less and one more; at least one token is computed."""
+    whole = replace(ask, prompt=ask.prompt[: PAGES // 2 * PAGE + more])
+    expected, _ = compute(server, whole)
+    found, pages = from_store(server, whole)
+    assert_identical([found], [expected])
+    assert pages == (len(whole.prompt) - 1) // PAGE
+
+
 def test_the_output_depends_on_what_is_stored(server, ask):
     """Negative control: a page with other KV that passes its check changes the answer."""
     expected, _ = compute(server, ask)
@@ -98,6 +110,7 @@ def test_the_output_depends_on_what_is_stored(server, ask):
 
 
 def test_a_damaged_page_is_computed_and_stored_again(server, ask):
+    """H8: what is in front of it comes from the store, the rest is computed."""
     expected, _ = compute(server, ask)
     path = page_files(server, ask)[7]
     data = bytearray(path.read_bytes())
@@ -113,7 +126,37 @@ def test_a_damaged_page_is_computed_and_stored_again(server, ask):
     assert pages == PAGES
 
 
+def test_a_store_that_hangs(server, ask):
+    """H8: the answer comes without the pages that do not, and the store is used again."""
+    expected, _ = compute(server, ask)
+    path = page_files(server, ask)[30]
+    data = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)  # whoever opens it waits for somebody who writes
+    before = usage(server)["errors"]
+    began = time.monotonic()
+    found, pages = from_store(server, ask)
+    assert_identical([found], [expected])
+    assert 0 < pages <= 30
+    assert usage(server)["errors"]["read_timeout"] == before.get("read_timeout", 0) + 1
+    assert time.monotonic() - began < 60
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails if nobody hangs there
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+    assert_used_again(server, ask, expected)
+
+
+def assert_used_again(server, ask, expected):
+    """A store that works again is, once the server tries: at most ``Options.retry_s`` later."""
+    pages, deadline = 0, time.monotonic() + 60
+    while pages < PAGES:
+        assert time.monotonic() < deadline, usage(server)
+        found, pages = from_store(server, ask)
+        assert_identical([found], [expected])
+
+
 def test_a_salt_holds_in_the_store(server, ask):
+    """H11: one salt's pages are not another's."""
     compute(server, ask)
     salted = Ask(ask.prompt, 8, fields={"cache_salt": "another"})
     _, pages = from_store(server, salted)
@@ -123,7 +166,7 @@ def test_a_salt_holds_in_the_store(server, ask):
 
 
 def test_updated_weights_use_nothing_of_the_old(server, ask, other_weights):
-    """Not from the device, the host or the store, nor drafts on a compressed copy."""
+    """H10: not from the device, the host or the store, nor drafts on a compressed copy."""
     old, _ = compute(server, ask)
     before = server.counters()["provisional"]
     _, pages = from_store(server, ask)
@@ -154,6 +197,7 @@ def test_updated_weights_use_nothing_of_the_old(server, ask, other_weights):
 
 
 def test_a_store_that_is_removed_while_it_runs(server, ask):
+    """H8: everything is computed, and stored once there is a place for it again."""
     expected, _ = compute(server, ask)
     before = usage(server)["errors"]
     shutil.rmtree(DIRECTORY)
@@ -164,12 +208,7 @@ def test_a_store_that_is_removed_while_it_runs(server, ask):
     assert usage(server)["errors"]["write_error"] > before.get("write_error", 0)
     server.check_idle()
     DIRECTORY.mkdir()
-    # It is used again, once the server tries.
-    deadline = time.monotonic() + 60
-    while pages < PAGES:
-        assert time.monotonic() < deadline, usage(server)
-        found, pages = from_store(server, ask)
-        assert_identical([found], [expected])
+    assert_used_again(server, ask, expected)
 
 
 @pytest.fixture
@@ -210,7 +249,7 @@ def attach(server, backend, config=None):
 
 
 def test_mooncake(server, ask, mooncake):
-    """The same from Mooncake, and when it is gone."""
+    """The same from Mooncake, and when it is gone (H8)."""
     expected, written = compute(server, ask)
     assert written >= PAGES
     found, pages = from_store(server, ask)

@@ -96,6 +96,7 @@ def misdraft(self: Any, batch: Any, step: Any, output: Any, settled: Any) -> Non
             "sequence": len(state.req.origin_input_ids) + len(state.req.output_ids),
             "committed": state.committed,
             "view_length": state.view_length,
+            "position": int(step.layout.positions[int(step.rows.q_indptr[i])]),
             "tail_start": int(step.rows.tail_start[i]),
             "tail_end": int(step.rows.tail_end[i]),
         }
