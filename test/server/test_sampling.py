@@ -121,5 +121,6 @@ def test_the_distribution_test_can_fail(server, prompt):
 def test_unverified_samples_have_another_distribution(server, prompt):
     """Negative control of P10: drafts from garbage, let through."""
     _, expected = draw(server, prompt, 1.0, {"enabled": False})
-    _, lossy = draw(server, prompt, 1.0, {"compressor": "random-kv", "unverified": True})
+    garbage = {"compressor": "random-kv", "ratio": 0.05, "unverified": True}
+    _, lossy = draw(server, prompt, 1.0, garbage)
     assert pvalue(expected, lossy) < SIGNIFICANCE
