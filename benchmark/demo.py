@@ -94,8 +94,9 @@ def main() -> None:
         *("--vericache-compressor", methods[0].compressor),
         *("--vericache-ratio", str(max(method.ratio for method in methods))),
     ]
-    say("starting the server")
-    with Server(command, name="demo") as server:
+    server = Server(command, name="demo")
+    say(f"starting the server; it writes to {server.log}")
+    with server:
         say(f"reading {len(work)} prompts of about {args.context} tokens")
         decode(server.url, work, FULL, 1)
         say("decoding from full KV")

@@ -111,10 +111,14 @@ class VeriCacheConfig:
             )
         if self.mode == "off" and self.tier != "resident":
             raise ValueError(f"--vericache-tier {self.tier} does nothing with --vericache off")
-        if not 1 <= self.reserved_draft_len <= 64:
+        if self.draft_len is not None and not 1 <= self.draft_len <= 64:
             raise ValueError(
-                "--vericache-draft-len and --vericache-max-draft-len must be in 1..64, "
-                f"not {self.reserved_draft_len} (--vericache off decodes plainly)"
+                f"--vericache-draft-len must be auto or in 1..64, not {self.draft_len} "
+                "(--vericache off decodes plainly)"
+            )
+        if not 1 <= self.max_draft_len <= 64:
+            raise ValueError(
+                f"--vericache-max-draft-len must be in 1..64, not {self.max_draft_len}"
             )
         if self.min_context < 0:
             raise ValueError(f"--vericache-min-context must be at least 0, not {self.min_context}")
@@ -337,7 +341,7 @@ def _count(value: Any, flag: str, *, none: str, zero: str | None = None) -> int 
     if zero is not None and value == zero:
         return 0
     try:
-        return int(value)
+        return int(str(value))  # of a keyword of ``Engine`` too: int() would cut 3.7 to 3
     except ValueError:
         words = f"{none}, {zero}" if zero else none
         raise ValueError(

@@ -31,6 +31,14 @@ def test_invalid_settings_name_the_field(field, value):
         Settings(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "kind"), [("window", "whole number"), ("seed", "whole number"), ("recent", "number")]
+)
+def test_the_kind_of_a_setting_is_named(field, kind):
+    with pytest.raises(ValueError, match=f"{field} must be a {kind}, not '1'"):
+        Settings(**{field: "1"})
+
+
 def test_a_request_may_narrow():
     narrowed = Settings(ratio=0.2, window=32).narrowed({"ratio": 0.1, "window": 8})
     assert (narrowed.ratio, narrowed.window, narrowed.kernel) == (0.1, 8, Settings().kernel)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_vericache.config import VeriCacheConfig
+from sglang_vericache.config import VeriCacheConfig, from_options
 from sglang_vericache.entrypoints.admission import OPTIONS, check_options
 
 SERVER = VeriCacheConfig(ratio=0.25, draft_len=8, settings={"window": 16})
@@ -98,6 +98,23 @@ def test_copies_that_cannot_be_read_in_parts_are_for_no_store():
     for name in ("kivi2", "snapkv+kivi4"):
         with pytest.raises(ValueError, match=r"--vericache-compressor: copies of .*remote"):
             VeriCacheConfig(compressor=name, tier="remote")
+
+
+@pytest.mark.parametrize("given", [0, 65, -3, "foo", "3.5", 3.5, True, []])
+def test_a_bad_draft_length_is_blamed_on_its_flag(given):
+    assert from_options({"vericache_draft_len": "8"}).draft_len == 8
+    assert from_options({"vericache_draft_len": "auto"}).draft_len is None
+    with pytest.raises(ValueError, match="--vericache-draft-len must be auto or") as error:
+        from_options({"vericache_draft_len": given})
+    assert str(given) in str(error.value) and "max-draft-len" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [0, 65])
+def test_a_bad_upper_limit_is_blamed_on_its_flag(given):
+    with pytest.raises(
+        ValueError, match=f"--vericache-max-draft-len must be in 1..64, not {given}"
+    ):
+        from_options({"vericache_max_draft_len": given})
 
 
 @pytest.mark.parametrize("settings", [{"window": 0}, {"kernel": 4}, {"sinks": "x"}, {"recent": 2}])

@@ -102,7 +102,7 @@ def test_it_draws_both_tiers_and_the_rings(serve):
         *("compressed copies 4K", "cached 5K", "free 1.4K", "in use 48K"),
         *("7 requests offloaded, 1 staged", "Device slots reserved for copies", "request-a"),
         *("90 of 880", "2 of 16", "75.0 %", "tier host", "360K"),
-        *("Packed int4", "copies 2K", "Store", "8M", "read_corrupt 2"),
+        *("Packed int4", "copies 2K", "Store", "8M", "read_corrupt 2", "offloads", "proposed"),
     ):
         assert shown in page, shown
     assert f"Rank 0: kernels {active()['isa'] or 'reference'}" in page
@@ -114,7 +114,7 @@ def test_without_a_host_tier_there_is_none_to_draw(serve):
     page = text_of(serve(Manager("resident")))
     assert "Verify passes booked" in page and "Acceptance by place" in page
     assert "compressed copies" not in page and "no answer" not in page
-    assert "Packed" not in page and "Store" not in page
+    assert "Packed" not in page and "Store" not in page and "offloads" not in page
 
 
 @needs_chromium

@@ -86,7 +86,10 @@ def press_method(press: str) -> type[KVPress]:
         ) from error
     cls = getattr(kvpress, press, None)
     if not (isinstance(cls, type) and issubclass(cls, kvpress.ScorerPress)):
-        raise ValueError(f"unknown compressor {name!r}: kvpress has no such ScorerPress")
+        raise ValueError(
+            f"unknown compressor {name!r}: kvpress has no such ScorerPress; "
+            "docs/compressors.md lists those that can be used"
+        )
     members = {"name": name, "press": cls, "__doc__": KVPress.__doc__, "__module__": __name__}
     method = type(press, (KVPress,), members)
     _probe(method())

@@ -37,9 +37,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name in NUMBERS:
             value = getattr(self, name)
-            numbers = (int, float) if name in ("ratio", "recent") else (int,)
-            if isinstance(value, bool) or not isinstance(value, numbers):
-                raise ValueError(f"{name} must be a number, not {value!r}")
+            share = name in ("ratio", "recent")
+            if isinstance(value, bool) or not isinstance(value, (int, float) if share else int):
+                kind = "number" if share else "whole number"
+                raise ValueError(f"{name} must be a {kind}, not {value!r}")
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"ratio must be in (0, 1], not {self.ratio}")
         if not 0.0 <= self.recent <= 1.0:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Name without prefix -> help text; each is a field of ``Counters`` followed by "_total".
 TOTALS = {
-    "drafted": "Tokens drafted from compressed KV and then verified.",
+    "drafted": "Tokens drafted, from compressed KV or the request's own text, and verified.",
     "accepted": "Drafted tokens that the full KV confirmed.",
     "verify_passes": "Verify passes: a request's drafts against its full KV.",
     "plain_passes": "Passes of a request over its full KV without drafts.",
