@@ -76,6 +76,13 @@ def test_a_top_k_of_more_than_32_bits_is_refused(top_k):
         admit(ON, tokenized(top_k=top_k))
 
 
+@pytest.mark.parametrize("n", [0, admission.MAX_SAMPLES + 1])
+def test_too_many_samples_are_refused(n):
+    admit(ON, tokenized(n=admission.MAX_SAMPLES))
+    with pytest.raises(ValueError, match=f"n must be in 1..{admission.MAX_SAMPLES}, not {n}"):
+        admit(ON, tokenized(n=n))
+
+
 @pytest.mark.parametrize("num", [-1, 101])
 def test_more_logprobs_than_tokens_are_refused(num):
     request = tokenized()

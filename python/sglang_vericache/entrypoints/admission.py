@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 KEY = "vericache"
 WHERE = f"custom_params.{KEY}"
 OPTIONS = (*CHOICES, *NARROWABLE)
+MAX_SAMPLES = 1024
+"""Most samples (``n``) of one prompt; stock queues any number, and nobody else is served for hours,
+also after their client left: it aborts one by one, each with a look at all that wait."""
 
 
 def check_options(asked: Any, config: VeriCacheConfig) -> None:
@@ -109,7 +112,7 @@ def check_processor(text: str | None) -> None:
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Raise ``ValueError`` for a number that ends stock's scheduler where it becomes a tensor."""
+    """Raise ``ValueError`` for a number that would end or block stock's scheduler."""
     if not least <= value <= most:
         raise ValueError(f"{name} must be in {least}..{most}, not {value}")
 
@@ -134,6 +137,7 @@ def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs
         raise ValueError("the prompt is empty: it has no token to start from")
     check_token_ids("input_ids", tokenized.input_ids, vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_range("n", params.n, 1, MAX_SAMPLES)
     check_range("top_k", params.top_k, 1, TOP_K_ALL)
     check_range("top_logprobs_num", tokenized.top_logprobs_num, 0, vocab_size)
     check_processor(tokenized.custom_logit_processor)
