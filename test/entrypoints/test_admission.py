@@ -68,6 +68,31 @@ def test_prompt_ids_outside_the_vocabulary_are_refused(token):
         admit(ON, request)
 
 
+@pytest.mark.parametrize("top_k", [2**30 + 1, 2**63 - 1])
+def test_a_top_k_of_more_than_32_bits_is_refused(top_k):
+    """Stock makes it a tensor of int32, which ends the scheduler."""
+    admit(ON, tokenized(top_k=-1))
+    with pytest.raises(ValueError, match=f"top_k must be in 1..{2**30}, not {top_k}"):
+        admit(ON, tokenized(top_k=top_k))
+
+
+@pytest.mark.parametrize("n", [0, admission.MAX_SAMPLES + 1])
+def test_too_many_samples_are_refused(n):
+    admit(ON, tokenized(n=admission.MAX_SAMPLES))
+    with pytest.raises(ValueError, match=f"n must be in 1..{admission.MAX_SAMPLES}, not {n}"):
+        admit(ON, tokenized(n=n))
+
+
+@pytest.mark.parametrize("num", [-1, 101])
+def test_more_logprobs_than_tokens_are_refused(num):
+    request = tokenized()
+    request.top_logprobs_num = 100
+    admit(ON, request)
+    request.top_logprobs_num = num
+    with pytest.raises(ValueError, match=f"top_logprobs_num must be in 0..100, not {num}"):
+        admit(ON, request)
+
+
 def test_inert_on_a_stock_server():
     request = tokenized(custom_params={"vericache": {"enabeld": False}})
     admit(STOCK, request, return_hidden_states=True)

@@ -53,6 +53,8 @@ def test_accepted(asked):
         ({"compressor": "snapkv+adakv"}, ["'snapkv+adakv'", "+adakv where every KV head"]),
         ({"compressor": "compresskv"}, ["'compresskv'", "vericache calibrate --model-path"]),
         ({"compressor": "kvpress:KnormPress"}, ["--vericache-compressor kvpress:PRESS"]),
+        ({"compressor": "kvpress"}, ["--vericache-compressor kvpress:PRESS"]),
+        ({"compressor": "kvpress+int4"}, ["--vericache-compressor kvpress:PRESS"]),
         ({"compressor": 3}, ["compressor", "3", "snapkv"]),
         ({"compressor": ["snapkv"]}, ["compressor", "supported"]),
         ([], ["object", "[]"]),

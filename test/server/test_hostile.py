@@ -97,6 +97,18 @@ def test_stop_tokens_outside_the_vocabulary(token, server):
     assert_works(server)
 
 
+@pytest.mark.parametrize("num", [2**31, 2**63 - 1])
+def test_numbers_of_more_than_32_bits(num, server):
+    """Stock's scheduler would end with an error."""
+    with pytest.raises(RequestFailed, match="top_k") as refused:
+        server.ask("Hello", 4, sampling={"top_k": num})
+    assert refused.value.status == 400
+    with pytest.raises(RequestFailed, match="top_logprobs_num") as refused:
+        server.ask("Hello", 4, fields={"top_logprobs_num": num})
+    assert refused.value.status == 400
+    assert_works(server)
+
+
 def test_custom_params_of_another_type(server):
     body = Ask("Hello", 4).body()
     body["sampling_params"]["custom_params"] = [1]

@@ -6,6 +6,7 @@ On a stock server all of this is inert.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 KEY = "vericache"
 WHERE = f"custom_params.{KEY}"
 OPTIONS = (*CHOICES, *NARROWABLE)
+MAX_SAMPLES = 1024
+"""Most samples (``n``) of one prompt; stock queues any number, and nobody else is served for hours,
+also after their client left: it aborts one by one, each with a look at all that wait."""
 
 
 def check_options(asked: Any, config: VeriCacheConfig) -> None:
@@ -60,7 +64,7 @@ def check_options(asked: Any, config: VeriCacheConfig) -> None:
     try:
         narrowed = {key: asked[key] for key in NARROWABLE if key in asked}
         compressor = str(asked.get("compressor", config.compressor))
-        if compressor.startswith(f"{FAMILY}:") and not config.compressor.startswith(f"{FAMILY}:"):
+        if _is_press(compressor) and not _is_press(config.compressor):
             # Importing that package takes seconds in which nobody else is served.
             raise ValueError(
                 f"compressor {compressor!r} is refused here: start the server with "
@@ -69,6 +73,10 @@ def check_options(asked: Any, config: VeriCacheConfig) -> None:
         create(compressor, config.compressor_settings.narrowed(narrowed))
     except ValueError as error:
         raise ValueError(f"{WHERE}: {error}") from None
+
+
+def _is_press(compressor: str) -> bool:
+    return re.split("[+:]", compressor, maxsplit=1)[0] == FAMILY
 
 
 def _check_draft_len(value: Any, most: int) -> None:
@@ -103,11 +111,19 @@ def check_processor(text: str | None) -> None:
         raise ValueError(f"custom_logit_processor cannot be loaded: {error}") from error
 
 
+def check_range(name: str, value: int, least: int, most: int) -> None:
+    """Raise ``ValueError`` for a number that would end or block stock's scheduler."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be in {least}..{most}, not {value}")
+
+
 def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
     """``TokenizerManager._create_tokenized_object`` after: refuse what would not be honoured."""
     config = config_of(self.server_args)
     if config is None or not _generates(tokenized):
         return
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
     params, vocab_size = tokenized.sampling_params, self.model_config.vocab_size
     custom = params.custom_params
     if custom is not None and not isinstance(custom, Mapping):
@@ -121,6 +137,9 @@ def admit(tokenized: Any, self: TokenizerManager, obj: Any, *args: Any, **kwargs
         raise ValueError("the prompt is empty: it has no token to start from")
     check_token_ids("input_ids", tokenized.input_ids, vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_range("n", params.n, 1, MAX_SAMPLES)
+    check_range("top_k", params.top_k, 1, TOP_K_ALL)
+    check_range("top_logprobs_num", tokenized.top_logprobs_num, 0, vocab_size)
     check_processor(tokenized.custom_logit_processor)
     for request in (obj, tokenized):  # some parameters are only on one of them
         check_supported(request, config)
