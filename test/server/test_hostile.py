@@ -101,7 +101,7 @@ def test_stop_tokens_outside_the_vocabulary(token, server):
 def test_numbers_of_more_than_32_bits(num, server):
     """Stock's scheduler would end with an error."""
     with pytest.raises(RequestFailed, match="top_k") as refused:
-        server.ask("Hello", 4, sampling={"top_k": num})
+        server.ask("Hello", 4, sampling={"temperature": 1.0, "top_k": num})
     assert refused.value.status == 400
     with pytest.raises(RequestFailed, match="top_logprobs_num") as refused:
         server.ask("Hello", 4, fields={"top_logprobs_num": num})
