@@ -109,6 +109,22 @@ def test_numbers_of_more_than_32_bits(num, server):
     assert_works(server)
 
 
+@pytest.mark.parametrize(
+    "parameters", [{"rid": [1]}, {"rid": 7}, {"sampling_params": {"temperature": "hot"}}]
+)
+def test_wrong_types_by_way_of_vertex_generate(parameters, server):
+    """Stock hands them on unchecked; an id that is no string ends its scheduler."""
+    url, instances = f"{server.url}/vertex_generate", [{"text": "Hello"}]
+    right = {"sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    body = {"instances": instances, "parameters": right}
+    answer = requests.post(url, json=body, timeout=60)
+    assert answer.status_code == 200 and answer.json()["predictions"], answer.text
+    body = {"instances": instances, "parameters": right | parameters}
+    refused = requests.post(url, json=body, timeout=60)
+    assert refused.status_code == 400 and "invalid type" in refused.text, refused.text
+    assert_works(server)
+
+
 def test_custom_params_of_another_type(server):
     body = Ask("Hello", 4).body()
     body["sampling_params"]["custom_params"] = [1]

@@ -183,9 +183,32 @@ async def take_extra_body(original: Any, self: Any, request: Any, raw_request: A
     return await original(self, request, raw_request)
 
 
+def check_parameters(original: Any, body: Any) -> str | None:
+    """``generate_contract_error`` around: what ``/vertex_generate`` hands on is checked too.
+
+    Stock checks the types of ``/generate`` only; some others end its scheduler.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    error: str | None = original(body)
+    if error is not None or not isinstance(body, Mapping) or "instances" not in body:
+        return error
+    if config_of(get_global_state().tokenizer_manager.server_args) is None:
+        return None
+    error = original({"text": "", **(body.get("parameters") or {})})
+    return error
+
+
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 HOOKS = (
+    Hook(
+        "sglang.srt.entrypoints.http_server.generate_contract_error",
+        ("body",),
+        "around",
+        check_parameters,
+        "/vertex_generate hands its parameters on unchecked",
+    ),
     Hook(
         f"{_MANAGER}._create_tokenized_object",
         (
